@@ -3,10 +3,10 @@ tiles, and eight warps multiply.
 
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
 supports bounds on positions, sequence ids and masks of keys; for ids and masks of keys, the module
-`ranges` first finds which keys each query sees. `is_faster` returns whether a call
-uses this kernel: only calls of the kind for which this kernel was measured to be faster than the
-kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs
-run. The backward pass is in `hopper_gradients`.
+`ranges` first finds which keys each query sees. `is_faster` returns whether a call uses this
+kernel: only calls of the kind for which this kernel was measured to be faster than the kernels of
+`tiles`. As in the implementation `tiles`, no sum depends on the order in which programs run. The
+backward pass is in `hopper_gradients`.
 
 The lower bound of the time equals the lower bound of the implementation `tiles`: 4 D operations (D
 is the head dimension) for each visible pair of a query and a key, at 790 TFLOP/s. On an H200,
@@ -35,13 +35,23 @@ from .call import Call
 NARROWEST, WIDEST = 40, 128
 """Head dimensions that the kernel supports."""
 MEASURED = 96
-"""The least head dimension for which the kernel was faster; under masks that depend only on
-positions, heads of 64 were 4 % slower."""
-NARROW = 64
-"""A head dimension for which the kernel was faster under sequence ids and masks of keys."""
+"""The least head dimension for which the kernel was faster under masks that depend only on
+positions; heads of 64 were 4 % slower."""
 LEAST_PAIRS = 1 << 29
 """The least number of pairs of a query and a key, over all heads, of a measured call; small calls
 would wait for the host."""
+LEAST_ROWS = {64: 1 << 19, 128: 1 << 18}
+"""For calls with sequence ids or masks of keys: the measured head dimensions, and the least number
+of queries over all heads of a measured call."""
+LEAST_HEADS = 32
+"""The number of heads of the measured calls with ids or masks of keys. All heads share the ranges,
+so with fewer heads the time for finding the ranges counts more."""
+LONGEST = 8192
+"""The greatest length of a measured call with ids or masks of keys. For packed documents, the time
+for finding the ranges grows with the square of the length, and attention's time does not."""
+MOST_POSITIONS = 1 << 17
+"""The most positions of all sequences of a call with ids or masks of keys; the kernel that sorts
+tiles compares every two tiles."""
 OWN = 64
 """Queries that one group of warps owns, as in the kernel."""
 CACHED = 32 << 20
@@ -69,10 +79,23 @@ def is_faster(call: Call) -> bool:
     the kernel of the implementation `tiles`.
     """
     batch, heads, _, queries, keys, depth = call.sizes
-    is_measured = depth >= MEASURED or (depth == NARROW and call.given.has_tables())
+    is_measured = has_measured_tables(call) if call.given.has_tables() else depth >= MEASURED
     if not is_measured or batch * heads * queries * keys < LEAST_PAIRS:
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call)
+
+
+def has_measured_tables(call: Call) -> bool:
+    """Return whether a call with sequence ids or a mask of keys is of the kind that was checked and
+    timed on a GPU: causal self-attention in bf16, of a measured size.
+    """
+    batch, heads, _, queries, keys, depth = call.sizes
+    if (call.given.ahead, call.given.behind) != (0, None) or call.q.dtype != torch.bfloat16:
+        return False
+    if depth not in LEAST_ROWS or queries != keys or keys > LONGEST or heads < LEAST_HEADS:
+        return False
+    positions = batch * queries
+    return positions <= MOST_POSITIONS and positions * heads >= LEAST_ROWS[depth]
 
 
 def serves(call: Call) -> bool:

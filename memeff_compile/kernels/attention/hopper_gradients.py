@@ -32,6 +32,8 @@ NARROW = 64
 LEAST_TILES = 256
 """The least number of tiles of keys, over all key heads, of a measured call; with fewer, some
 processors would compute less than others."""
+LEAST_TILES_WITH_TABLES = 512
+"""The same for calls with sequence ids or a mask of keys."""
 LONG = 16384
 """The least number of keys for which starting products in turn was measured to be slower."""
 
@@ -74,10 +76,13 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     `grad` is the gradient of the result `out`.
     """
     batch, heads, groups, queries, keys, depth = call.sizes
+    if call.given.has_tables():
+        is_measured, least = hopper.has_measured_tables(call), LEAST_TILES_WITH_TABLES
+    else:
+        is_measured, least = depth == NARROW or depth >= hopper.MEASURED, LEAST_TILES
     is_large = batch * heads * queries * keys >= hopper.LEAST_PAIRS
     tiles = batch * groups * tiles_of(keys, plan_for(depth, keys).key_gradient.keys)
-    is_measured = depth == NARROW or depth >= hopper.MEASURED
-    if not (is_measured and is_large and tiles >= LEAST_TILES):
+    if not (is_measured and is_large and tiles >= least):
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call, grad, out)
 
@@ -142,7 +147,7 @@ def _query_gradient(
         hopper.ranges_of(call, shape.rows, shape.keys),
         *(lse, stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
-        *(batch * heads, heads, repeat, queries, keys, tiles, padded, batch * heads),
+        *(batch * heads, heads, repeat, queries, keys, tiles, padded, _section(call, heads)),
     )
     _run(kernels._attention_hopper_gradients_query_kernel, call, shape, tiles * heads, arguments)
     return grad_q, stats
@@ -166,10 +171,19 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
         hopper.ranges_of(call, shape.keys, shape.rows, ours_are_queries=False),
         *(stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
-        *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3], batch * groups),
+        *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3]),
+        _section(call, groups),
     )
     _run(kernels._attention_hopper_gradients_key_kernel, call, shape, tiles * groups, arguments)
     return grad_k, grad_v
+
+
+def _section(call: Call, heads: int) -> int:
+    """Return how many rows of tiles are computed at the same time: with tables, kernels count the
+    tiles of all sequences as one row for each head; without tables, each head of each sequence is a
+    row.
+    """
+    return heads if call.given.has_tables() else call.sizes[0] * heads
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def _compile(depth: int, dtype: str, flags: dict[str, bool]) -> Any:
     [
         pytest.param(128, "bf16", PLAIN, id="causal-128"),
         pytest.param(128, "bf16", PADDED, id="padded-128"),
-        pytest.param(128, "bf16", PACKED, id="packed-128"),
+        pytest.param(128, "bf16", PACKED, id="packed-128", marks=pytest.mark.slow),
         pytest.param(128, "bf16", EVERY, id="every mask-128", marks=pytest.mark.slow),
         pytest.param(64, "fp16", EVERY, id="every mask-64", marks=pytest.mark.slow),
         pytest.param(96, "fp16", PLAIN, id="causal-96", marks=pytest.mark.slow),
@@ -158,7 +158,14 @@ def test_the_backward_kernels_compile_within_the_limits(
 
 
 @pytest.mark.parametrize("ours_are_queries", [True, False], ids=["queries", "keys"])
-@pytest.mark.parametrize("flags", [PADDED, PACKED, EVERY], ids=["padded", "packed", "every mask"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(PADDED, id="padded", marks=pytest.mark.slow),
+        pytest.param(PACKED, id="packed", marks=pytest.mark.slow),
+        pytest.param(EVERY, id="every mask"),
+    ],
+)
 def test_the_kernels_of_ranges_compile_within_the_limits(
     flags: dict[str, bool], ours_are_queries: bool
 ) -> None:

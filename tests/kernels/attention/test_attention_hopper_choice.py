@@ -1,0 +1,122 @@
+"""Which calls with padding or packed documents use attention's Gluon kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from memeff_compile.kernels._triton import compat
+from memeff_compile.kernels._triton.conditions import Conditions
+from memeff_compile.kernels.attention import hopper, hopper_gradients, tiles
+from memeff_compile.kernels.attention.call import Call
+from memeff_compile.kernels.device import gpu_of, planned_for
+
+pytest.importorskip("triton")
+
+Sizes = tuple[int, int, int, int]  # sequences, heads, key heads, length
+
+
+def call_of(
+    sizes: Sizes,
+    depth: int,
+    *,
+    masks: str = "key_mask",
+    dtype: torch.dtype = torch.bfloat16,
+    queries: int | None = None,
+    **settings: Any,
+) -> Call:
+    batch, heads, groups, length = sizes
+    lengths = (queries or length, length, length)
+    told = {"ahead": 0, "behind": None, "scale": 0.1, "softcap": 0.0, "mean": False} | settings
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(batch, each, many, depth, dtype=dtype, device="cuda").transpose(1, 2)
+            for each, many in zip(lengths, (heads, groups, groups), strict=True)
+        )
+        shown = torch.ones(batch, length, dtype=torch.bool, device="cuda")
+        ids = [torch.zeros(batch, each, dtype=torch.int64, device="cuda") for each in lengths[:2]]
+    found: list[Any] = [shown if "key_mask" in masks else None]
+    found += ids if "ids" in masks else [None, None]
+    return tiles._call(q, k, v, Conditions(*found, **told))
+
+
+def choices(call: Call) -> tuple[bool, bool]:
+    """Return whether the forward and the backward pass of a call use the Gluon kernels."""
+    return hopper.is_faster(call), hopper_gradients.is_faster(call, call.q, call.q)
+
+
+@pytest.mark.parametrize("masks", ["key_mask", "ids", "key_mask and ids"])
+@pytest.mark.parametrize(
+    ("sizes", "depth"),
+    [
+        ((8, 32, 8, 2048), 128),
+        ((1, 32, 8, 8192), 128),
+        ((4, 32, 8, 4096), 128),
+        ((4, 32, 8, 4096), 64),
+        ((4, 64, 64, 4096), 64),
+    ],
+)
+def test_calls_like_the_measured_ones_use_them(masks: str, sizes: Sizes, depth: int) -> None:
+    assert choices(call_of(sizes, depth, masks=masks)) == (True, True)
+
+
+@pytest.mark.parametrize("masks", ["key_mask", "ids"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": torch.float16},
+        {"ahead": None},
+        {"ahead": 1},
+        {"ahead": -1},
+        {"behind": 1023},
+        {"queries": 2048},
+        {"mean": True},
+        {"softcap": 30.0},
+        {"scale": -0.1},
+        {"scale": 0.0},
+        {"depth": 96},
+        {"depth": 80},
+        {"depth": 256},
+        {"sizes": (4, 16, 8, 4096)},  # few heads
+        {"sizes": (1, 32, 8, 16384)},  # long
+        {"sizes": (128, 32, 8, 2048)},  # many positions
+        {"sizes": (2, 32, 8, 2048)},  # small
+        {"sizes": (1, 32, 8, 8192), "depth": 64},
+        {"sizes": (2, 32, 8, 4096), "depth": 64},
+    ],
+    ids=str,
+)
+def test_other_calls_use_triton(masks: str, settings: dict[str, Any]) -> None:
+    told: dict[str, Any] = {"sizes": (4, 32, 8, 4096), "depth": 128} | settings
+    assert choices(call_of(**told, masks=masks)) == (False, False)
+
+
+def test_few_tiles_of_keys_use_triton_in_the_backward_pass() -> None:
+    assert choices(call_of((1, 32, 4, 8192), 128)) == (True, False)
+
+
+def test_strides_that_no_descriptor_has_use_triton() -> None:
+    call, row = call_of((4, 32, 8, 4096), 128), 32 * 128 + 4  # not a multiple of 16 bytes
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    with FakeTensorMode():
+        grad = torch.empty_strided(call.q.shape, (4096 * row, 128, row, 1), **like)
+        expanded = torch.empty_strided(call.q.shape, (0, 128, 4096, 1), **like)
+    for each in (grad, expanded):
+        assert not hopper_gradients.is_faster(call, each, call.q)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_other_gpus_use_triton(capability: tuple[int, int]) -> None:
+    call = call_of((4, 32, 8, 4096), 128)
+    with planned_for(torch.device("cuda", 0), gpu_of(capability)):
+        assert choices(call) == (False, False)
+
+
+def test_versions_of_triton_without_the_needed_gluon_use_its_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "has_gluon", lambda: False)
+    assert choices(call_of((4, 32, 8, 4096), 128)) == (False, False)
