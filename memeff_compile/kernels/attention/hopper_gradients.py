@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._triton import key_tiles
+from .._triton import compat, key_tiles
 from .._triton.key_tiles import depth_block, tiles_of
 from .._triton.launch import launch
 from ..device import on_device, processors, was_measured
@@ -79,7 +79,8 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     if call.given.has_tables():
         is_measured, least = hopper.has_measured_tables(call), LEAST_TILES_WITH_TABLES
     else:
-        is_measured, least = depth == NARROW or depth >= hopper.MEASURED, LEAST_TILES
+        is_narrow = depth == NARROW and compat.release() <= hopper.LATEST
+        is_measured, least = is_narrow or depth >= hopper.MEASURED, LEAST_TILES
     is_large = batch * heads * queries * keys >= hopper.LEAST_PAIRS
     tiles = batch * groups * tiles_of(keys, plan_for(depth, keys).key_gradient.keys)
     if not (is_measured and is_large and tiles >= least):

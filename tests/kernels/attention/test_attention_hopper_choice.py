@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._subclasses import FakeTensorMode
 
 from memeff_compile.kernels._triton import compat
@@ -15,6 +16,7 @@ from memeff_compile.kernels.attention.call import Call
 from memeff_compile.kernels.device import gpu_of, planned_for
 
 pytest.importorskip("triton")
+RELEASE = compat.release
 
 Sizes = tuple[int, int, int, int]  # sequences, heads, key heads, length
 
@@ -46,6 +48,12 @@ def call_of(
 def choices(call: Call) -> tuple[bool, bool]:
     """Return whether the forward and the backward pass of a call use the Gluon kernels."""
     return hopper.is_faster(call), hopper_gradients.is_faster(call, call.q, call.q)
+
+
+@pytest.fixture(autouse=True)
+def pinned_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose as with a Triton with which these kernels were timed."""
+    monkeypatch.setattr(compat, "release", lambda: (3, 6))
 
 
 @pytest.mark.parametrize("masks", ["key_mask", "ids", "key_mask and ids"])
@@ -94,6 +102,10 @@ def test_other_calls_use_triton(masks: str, settings: dict[str, Any]) -> None:
     assert choices(call_of(**told, masks=masks)) == (False, False)
 
 
+def test_heads_of_64_without_masks_use_them_in_the_backward_pass() -> None:
+    assert choices(call_of((4, 32, 8, 4096), 64, masks="none")) == (False, True)
+
+
 def test_few_tiles_of_keys_use_triton_in_the_backward_pass() -> None:
     assert choices(call_of((1, 32, 4, 8192), 128)) == (True, False)
 
@@ -113,6 +125,28 @@ def test_other_gpus_use_triton(capability: tuple[int, int]) -> None:
     call = call_of((4, 32, 8, 4096), 128)
     with planned_for(torch.device("cuda", 0), gpu_of(capability)):
         assert choices(call) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("masks", "depth", "expected"),
+    [
+        ("key_mask", 128, (False, False)),
+        ("ids", 64, (False, False)),
+        ("none", 64, (False, False)),
+        ("none", 128, (True, True)),
+    ],
+)
+def test_kernels_that_triton_3_9_spills_are_not_used(
+    masks: str, depth: int, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "release", lambda: (3, 9))
+    assert choices(call_of((4, 32, 8, 4096), depth, masks=masks)) == expected
+
+
+def test_the_release_is_the_installed_one() -> None:
+    import triton
+
+    assert RELEASE() == Version(triton.__version__).release[:2]
 
 
 def test_versions_of_triton_without_the_needed_gluon_use_its_kernels(
