@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.support.gluon_on_cpu import emulate
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
 
 BUDGET = 2e-5
+SLOW = ("padding of all sequences", "short documents", "documents in turn", "keys with gaps")
+"""Kinds of tables of which faster tests have each part."""
 Sizes = tuple[int, int, int, int, int]
 
 
@@ -43,7 +46,12 @@ def drawn(kind: str, depth: int, sizes: Sizes, **settings: Any) -> Case:
     return Case(case.q, case.k, case.v, tables(kind, sizes[0], *sizes[3:]), case.settings)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def some_slow(*cases: Any, slow: Container[Any]) -> list[Any]:
+    """Return a test's parameters, of which those in `slow` do not run by default."""
+    return [pytest.param(each, marks=[pytest.mark.slow] if each in slow else []) for each in cases]
+
+
+@pytest.mark.parametrize("kind", some_slow(*KINDS, slow=SLOW))
 def test_causal_attention_under_tables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, hopper, hopper_gradients, programs=5)
     check(drawn(kind, 64, (2, 2, 1, 400, 400), ahead=0))
@@ -60,9 +68,12 @@ def test_masks_that_depend_on_positions(
 @pytest.mark.parametrize(
     ("kind", "sizes", "settings"),
     [
-        ("right padding", (4, 2, 1, 350, 500), {}),
+        pytest.param("right padding", (4, 2, 1, 350, 500), {}, marks=pytest.mark.slow),
         ("documents", (2, 2, 1, 500, 350), {"ahead": 0, "behind": 100}),
-        ("documents in turn and gaps", (2, 2, 2, 144, 700), {"ahead": 600}),
+        pytest.param(
+            *("documents in turn and gaps", (2, 2, 2, 144, 700), {"ahead": 600}),
+            marks=pytest.mark.slow,
+        ),
         ("documents and padding", (2, 2, 1, 450, 150), {"ahead": -100}),
     ],
 )
@@ -73,14 +84,16 @@ def test_other_bounds_under_tables(
     check(drawn(kind, 128, sizes, **settings))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("kind", ["right padding", "left padding", "keys with gaps"])
+@pytest.mark.parametrize("bad", some_slow("nan", "inf", slow=("inf",)))
+@pytest.mark.parametrize(
+    "kind", some_slow("right padding", "left padding", "keys with gaps", slow=("right padding",))
+)
 def test_what_hidden_keys_hold_reaches_nothing(
-    kind: str, bad: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate(monkeypatch, hopper, hopper_gradients, programs=5)
     case = drawn(kind, 64, (4, 2, 1, 300, 300), ahead=0)
     assert case.tables[0] is not None
     hidden = ~case.tables[0][:, None, :, None]
-    k, v = (each.masked_fill(hidden, bad) for each in (case.k, case.v))
+    k, v = (each.masked_fill(hidden, float(bad)) for each in (case.k, case.v))
     check(Case(case.q, k, v, case.tables, case.settings), like=case)
