@@ -40,15 +40,21 @@ positions; heads of 64 were 4 % slower."""
 LEAST_PAIRS = 1 << 29
 """The least number of pairs of a query and a key, over all heads, of a measured call; small calls
 would wait for the host."""
-LEAST_ROWS = {64: 1 << 19, 128: 1 << 18}
-"""For calls with sequence ids or masks of keys: the measured head dimensions, and the least number
-of queries over all heads of a measured call."""
-LEAST_HEADS = 32
-"""The number of heads of the measured calls with ids or masks of keys. All heads share the ranges,
-so with fewer heads the time for finding the ranges counts more."""
-LONGEST = 8192
-"""The greatest length of a measured call with ids or masks of keys. For packed documents, the time
-for finding the ranges grows with the square of the length, and attention's time does not."""
+NARROW = 64
+"""The one head dimension below `MEASURED` for which calls with sequence ids or masks of keys were
+faster."""
+LEAST_ROWS, LEAST_ROWS_NARROW = 1 << 18, 1 << 19
+"""The least number of queries over all heads of a measured call with ids or masks of keys, and of
+such a call with heads of 64."""
+LEAST_HEADS = 16
+"""The least number of heads of a measured call with ids or masks of keys. All heads share the
+ranges, so with fewer heads the time for finding the ranges counts more."""
+KEYS_PER_HEAD, KEYS_PER_HEAD_NARROW = 1024, 256
+"""The longest measured calls with ids or masks of keys had about this number of keys for each head
+of queries. For packed documents, the time for finding the ranges grows with the square of the
+length, and attention's time does not."""
+WINDOW = 1024
+"""The narrowest window of a measured call with ids or masks of keys."""
 MOST_POSITIONS = 1 << 17
 """The most positions of all sequences of a call with ids or masks of keys; the kernel that sorts
 tiles compares every two tiles."""
@@ -90,17 +96,36 @@ def is_faster(call: Call) -> bool:
 
 
 def has_measured_tables(call: Call) -> bool:
-    """Return whether a call with sequence ids or a mask of keys is of the kind that was checked and
-    timed on a GPU: causal self-attention in bf16, of a measured size.
+    """Return whether a call with sequence ids or a mask of keys is self-attention of a kind that
+    was checked and timed on a GPU in the forward pass.
     """
     batch, heads, _, queries, keys, depth = call.sizes
-    is_causal = (call.given.ahead, call.given.behind) == (0, None)
-    if not is_causal or call.q.dtype != torch.bfloat16 or compat.release() > LATEST:
-        return False
-    if depth not in LEAST_ROWS or queries != keys or keys > LONGEST or heads < LEAST_HEADS:
-        return False
     positions = batch * queries
-    return positions <= MOST_POSITIONS and positions * heads >= LEAST_ROWS[depth]
+    if queries != keys or positions > MOST_POSITIONS or heads < LEAST_HEADS:
+        return False
+    if not _has_measured_masks(call) or compat.release() > LATEST:
+        return False
+    if depth >= MEASURED:
+        return positions * heads >= LEAST_ROWS and keys <= KEYS_PER_HEAD * heads
+    is_long = keys > KEYS_PER_HEAD_NARROW * heads
+    return depth == NARROW and positions * heads >= LEAST_ROWS_NARROW and not is_long
+
+
+def _has_measured_masks(call: Call) -> bool:
+    """Return whether the masks of a call are like those of a measured one: a mask of keys or ids,
+    not both. With heads of 64, only causal calls in bf16 without a window were measured.
+    """
+    given = call.given
+    has_ids = given.query_ids is not None
+    if has_ids and given.key_mask is not None:
+        return False
+    if given.ahead == 0 and given.behind is None:
+        return call.sizes[5] >= MEASURED or call.q.dtype == torch.bfloat16
+    if call.sizes[5] < MEASURED:
+        return False
+    if given.ahead is None:
+        return given.behind is None and not has_ids
+    return given.ahead == 0 and given.behind is not None and given.behind >= WINDOW - 1
 
 
 def serves(call: Call) -> bool:

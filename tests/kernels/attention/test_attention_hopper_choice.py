@@ -56,40 +56,70 @@ def pinned_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "release", lambda: (3, 6))
 
 
-@pytest.mark.parametrize("masks", ["key_mask", "ids", "key_mask and ids"])
+@pytest.mark.parametrize("masks", ["key_mask", "ids"])
 @pytest.mark.parametrize(
-    ("sizes", "depth"),
+    ("sizes", "depth", "settings"),
     [
-        ((8, 32, 8, 2048), 128),
-        ((1, 32, 8, 8192), 128),
-        ((4, 32, 8, 4096), 128),
-        ((4, 32, 8, 4096), 64),
-        ((4, 64, 64, 4096), 64),
+        ((8, 32, 8, 2048), 128, {}),
+        ((4, 32, 8, 2048), 128, {}),
+        ((1, 32, 8, 8192), 128, {}),
+        ((1, 32, 8, 32768), 128, {}),
+        ((4, 32, 8, 4096), 128, {"dtype": torch.float16}),
+        ((8, 16, 8, 4096), 128, {}),
+        ((4, 32, 32, 4096), 96, {}),
+        ((4, 32, 8, 4096), 128, {"behind": 1023}),
     ],
 )
-def test_calls_like_the_measured_ones_use_them(masks: str, sizes: Sizes, depth: int) -> None:
-    assert choices(call_of(sizes, depth, masks=masks)) == (True, True)
+def test_calls_like_the_measured_ones_use_them(
+    masks: str, sizes: Sizes, depth: int, settings: dict[str, Any]
+) -> None:
+    assert choices(call_of(sizes, depth, masks=masks, **settings)) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "masks", "backward"),
+    [
+        ((4, 32, 8, 4096), "key_mask", True),
+        ((4, 32, 8, 4096), "ids", False),
+        ((8, 16, 4, 4096), "key_mask", False),
+        ((8, 16, 4, 4096), "ids", False),
+    ],
+)
+def test_heads_of_64_use_fewer_in_the_backward_pass(
+    sizes: Sizes, masks: str, backward: bool
+) -> None:
+    assert choices(call_of(sizes, 64, masks=masks)) == (True, backward)
+
+
+def test_padding_without_a_causal_mask_uses_them() -> None:
+    call = call_of((8, 32, 32, 2048), 128, ahead=None)
+    assert choices(call) == (True, True)
+    call = call_of((4, 32, 32, 4096), 128, masks="ids", ahead=None)
+    assert choices(call) == (False, False)
 
 
 @pytest.mark.parametrize("masks", ["key_mask", "ids"])
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": torch.float16},
-        {"ahead": None},
+        {"dtype": torch.float16, "depth": 64},
+        {"ahead": None, "depth": 64},
+        {"ahead": None, "behind": 2000},
         {"ahead": 1},
         {"ahead": -1},
-        {"behind": 1023},
+        {"behind": 1022},
+        {"behind": 1023, "depth": 64},
         {"queries": 2048},
         {"mean": True},
         {"softcap": 30.0},
         {"scale": -0.1},
         {"scale": 0.0},
-        {"depth": 96},
         {"depth": 80},
         {"depth": 256},
-        {"sizes": (4, 16, 8, 4096)},  # few heads
-        {"sizes": (1, 32, 8, 16384)},  # long
+        {"masks": "key_mask and ids"},
+        {"sizes": (8, 8, 8, 4096)},  # few heads
+        {"sizes": (1, 16, 8, 32768)},  # long
+        {"sizes": (1, 32, 8, 16384), "depth": 64},
         {"sizes": (128, 32, 8, 2048)},  # many positions
         {"sizes": (2, 32, 8, 2048)},  # small
         {"sizes": (1, 32, 8, 8192), "depth": 64},
@@ -98,8 +128,8 @@ def test_calls_like_the_measured_ones_use_them(masks: str, sizes: Sizes, depth: 
     ids=str,
 )
 def test_other_calls_use_triton(masks: str, settings: dict[str, Any]) -> None:
-    told: dict[str, Any] = {"sizes": (4, 32, 8, 4096), "depth": 128} | settings
-    assert choices(call_of(**told, masks=masks)) == (False, False)
+    told: dict[str, Any] = {"sizes": (4, 32, 8, 4096), "depth": 128, "masks": masks} | settings
+    assert choices(call_of(**told)) == (False, False)
 
 
 def test_heads_of_64_without_masks_use_them_in_the_backward_pass() -> None:
@@ -132,6 +162,7 @@ def test_other_gpus_use_triton(capability: tuple[int, int]) -> None:
     [
         ("key_mask", 128, (False, False)),
         ("ids", 64, (False, False)),
+        ("key_mask", 64, (False, False)),
         ("none", 64, (False, False)),
         ("none", 128, (True, True)),
     ],
