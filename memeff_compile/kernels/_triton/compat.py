@@ -138,6 +138,15 @@ def tiles_in(descriptor: Any) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=1)
+def release() -> tuple[int, int]:
+    """Return the first two numbers of Triton's version, such as (3, 7)."""
+    import triton
+
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
+
+
+@lru_cache(maxsize=1)
 def has_gluon() -> bool:
     """Return whether this Triton release has the version of the experimental Gluon API that the
     kernels use."""

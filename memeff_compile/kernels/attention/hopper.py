@@ -2,10 +2,11 @@
 tiles, and eight warps multiply.
 
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
-supports bounds on positions, sequence ids and masks of keys. `is_faster` returns whether a call
-uses this kernel: only calls of the kind for which this kernel was measured to be faster than the
-kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which programs
-run. The backward pass is in `hopper_gradients`.
+supports bounds on positions, sequence ids and masks of keys; for ids and masks of keys, the module
+`ranges` first finds which keys each query sees. `is_faster` returns whether a call uses this
+kernel: only calls of the kind for which this kernel was measured to be faster than the kernels of
+`tiles`. As in the implementation `tiles`, no sum depends on the order in which programs run. The
+backward pass is in `hopper_gradients`.
 
 The lower bound of the time equals the lower bound of the implementation `tiles`: 4 D operations (D
 is the head dimension) for each visible pair of a query and a key, at 790 TFLOP/s. On an H200,
@@ -28,15 +29,39 @@ from .._triton.key_tiles import depth_block, tiles_of
 from .._triton.launch import launch
 from .._triton.typed import typed
 from ..device import gpu, on_device, processors, was_measured
+from . import ranges
 from .call import Call
 
 NARROWEST, WIDEST = 40, 128
 """Head dimensions that the kernel supports."""
 MEASURED = 96
-"""The least head dimension for which the kernel was faster; heads of 64 were 4 % slower."""
+"""The least head dimension for which the kernel was faster under masks that depend only on
+positions; heads of 64 were 4 % slower."""
 LEAST_PAIRS = 1 << 29
 """The least number of pairs of a query and a key, over all heads, of a measured call; small calls
 would wait for the host."""
+NARROW = 64
+"""The one head dimension below `MEASURED` for which calls with sequence ids or masks of keys were
+faster."""
+LEAST_ROWS, LEAST_ROWS_NARROW = 1 << 18, 1 << 19
+"""The least number of queries over all heads of a measured call with ids or masks of keys, and of
+such a call with heads of 64."""
+LEAST_HEADS = 16
+"""The least number of heads of a measured call with ids or masks of keys. All heads share the
+ranges, so with fewer heads the time for finding the ranges counts more."""
+KEYS_PER_HEAD, KEYS_PER_HEAD_NARROW = 1024, 256
+"""The longest measured calls with ids or masks of keys had about this number of keys for each head
+of queries. For packed documents, the time for finding the ranges grows with the square of the
+length, and attention's time does not."""
+WINDOW = 1024
+"""The narrowest window of a measured call with ids or masks of keys."""
+MOST_POSITIONS = 1 << 17
+"""The most positions of all sequences of a call with ids or masks of keys; the kernel that sorts
+tiles compares every two tiles."""
+LATEST = (3, 8)
+"""The latest Triton that compiles the kernels for ids and masks of keys, and the backward kernels
+for heads of 64, with few or no spilled registers. They were not timed with Triton 3.9, which spills
+more registers."""
 OWN = 64
 """Queries that one group of warps owns, as in the kernel."""
 CACHED = 32 << 20
@@ -55,24 +80,52 @@ class Shape:
 
 
 def shape_for(*, has_tables: bool) -> Shape:
-    """Return the tile shape for a call; calls with a mask of keys or with sequence ids get smaller
-    tiles, because these tensors take additional registers.
-    """
-    return Shape(128, 64, 4) if has_tables else Shape(128, 128, 2)
+    """Return the tile shape for a call; ranges of positions take additional registers."""
+    return Shape(128, 128, 2, registers=240 if has_tables else 232)
 
 
 def is_faster(call: Call) -> bool:
     """Return whether a call is of a kind for which the Gluon kernel of this module was faster than
     the kernel of the implementation `tiles`.
-
-    The result is false for calls with sequence ids or masks of keys: they were not measured with
-    the present tile shape, and with an earlier shape this kernel was slower for short documents.
     """
     batch, heads, _, queries, keys, depth = call.sizes
-    is_large = depth >= MEASURED and batch * heads * queries * keys >= LEAST_PAIRS
-    if not is_large or call.given.has_tables():
+    is_measured = has_measured_tables(call) if call.given.has_tables() else depth >= MEASURED
+    if not is_measured or batch * heads * queries * keys < LEAST_PAIRS:
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call)
+
+
+def has_measured_tables(call: Call) -> bool:
+    """Return whether a call with sequence ids or a mask of keys is self-attention of a kind that
+    was checked and timed on a GPU in the forward pass.
+    """
+    batch, heads, _, queries, keys, depth = call.sizes
+    positions = batch * queries
+    if queries != keys or positions > MOST_POSITIONS or heads < LEAST_HEADS:
+        return False
+    if not _has_measured_masks(call) or compat.release() > LATEST:
+        return False
+    if depth >= MEASURED:
+        return positions * heads >= LEAST_ROWS and keys <= KEYS_PER_HEAD * heads
+    is_long = keys > KEYS_PER_HEAD_NARROW * heads
+    return depth == NARROW and positions * heads >= LEAST_ROWS_NARROW and not is_long
+
+
+def _has_measured_masks(call: Call) -> bool:
+    """Return whether the masks of a call are like those of a measured one: a mask of keys or ids,
+    not both. With heads of 64, only causal calls in bf16 without a window were measured.
+    """
+    given = call.given
+    has_ids = given.query_ids is not None
+    if has_ids and given.key_mask is not None:
+        return False
+    if given.ahead == 0 and given.behind is None:
+        return call.sizes[5] >= MEASURED or call.q.dtype == torch.bfloat16
+    if call.sizes[5] < MEASURED:
+        return False
+    if given.ahead is None:
+        return given.behind is None and not has_ids
+    return given.ahead == 0 and given.behind is not None and given.behind >= WINDOW - 1
 
 
 def serves(call: Call) -> bool:
@@ -111,6 +164,20 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
     }
 
 
+def flags_of(call: Call) -> dict[str, bool]:
+    """Return the compile-time flags that tell a kernel which conditions a call has."""
+    return {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
+
+
+def ranges_of(call: Call, own: int, others: int, *, ours_are_queries: bool = True) -> Tensor:
+    """Return the result of `ranges.find`, or a placeholder that kernels do not read if the mask
+    depends only on positions.
+    """
+    if not call.given.has_tables():
+        return call.q
+    return ranges.find(call, own, others, ours_are_queries=ours_are_queries)
+
+
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return attention over the keys that no mask excludes, like `tiles.attend`."""
     from .._triton.gluon import tiles_of_heads
@@ -122,18 +189,16 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, queries, heads, depth))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     tiles = tiles_of(queries, shape.rows)
-    # All heads that share keys are computed at the same time.
-    section = max(1, CACHED // (4 * depth * keys)) * repeat
-    flags = {"HAS_BOUNDS": given.has_tables(), **key_tiles.flags_of(given)}
-    constants = constants_of(shape, depth, flags)
+    # All heads that share keys are computed at the same time; with tables, all heads are.
+    section = heads if given.has_tables() else max(1, CACHED // (4 * depth * keys)) * repeat
+    constants = constants_of(shape, depth, flags_of(call))
     with on_device(q):
-        sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         arguments = (
             tiles_of_heads(q, [1, 1, OWN, block]),
             *(tiles_of_heads(each, [1, 1, shape.keys, block]) for each in (call.k, call.v)),
             tiles_of_heads(out, [1, OWN, 1, block]),
             key_tiles.tables_of(given, q),
-            key_tiles.find_bounds(q, given, sizes, tile),
+            ranges_of(call, shape.rows, shape.keys),
             *(lse, call.scales()[0], *key_tiles.positions_of(given)),
             *(batch * heads, heads, repeat, queries, keys, tiles, section),
         )

@@ -1,10 +1,10 @@
 """The backward pass of large calls of the implementation `tiles` on Hopper, in Gluon: one warp
 loads tiles, and eight warps multiply.
 
-These kernels support the calls that the forward kernel in `hopper` supports, if the mask depends
-only on positions. `is_faster` returns whether a call uses these kernels: only calls of the kinds
-for which these kernels were measured to be faster than the kernels of `tiles`. As in the
-implementation `tiles`, no sum depends on the order in which programs run.
+These kernels support the calls that the forward kernel in `hopper` supports. `is_faster` returns
+whether a call uses these kernels: only calls of the kinds for which these kernels were measured to
+be faster than the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order
+in which programs run.
 
 The lower bound of the time is 14 D operations (D is the head dimension) for each visible pair of a
 query and a key, at 790 TFLOP/s: this number counts the scores twice, because each of the two
@@ -20,18 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._triton import key_tiles
+from .._triton import compat, key_tiles
 from .._triton.key_tiles import depth_block, tiles_of
 from .._triton.launch import launch
 from ..device import on_device, processors, was_measured
 from . import hopper
 from .call import Call
 
-NARROW = 64
-"""The head dimension below `hopper.MEASURED` for which the kernels were measured to be faster."""
+LEAST_HEADS_NARROW = 32
+"""The number of heads of a measured call with a mask of keys and heads of 64. With 14 heads, and
+for short packed documents, such calls were 4 to 5 % slower."""
 LEAST_TILES = 256
 """The least number of tiles of keys, over all key heads, of a measured call; with fewer, some
 processors would compute less than others."""
+LEAST_TILES_WITH_TABLES = 512
+"""The same for calls with sequence ids or a mask of keys."""
 LONG = 16384
 """The least number of keys for which starting products in turn was measured to be slower."""
 
@@ -74,17 +77,30 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     `grad` is the gradient of the result `out`.
     """
     batch, heads, groups, queries, keys, depth = call.sizes
+    if call.given.has_tables():
+        is_measured, least = _has_measured_tables(call), LEAST_TILES_WITH_TABLES
+    else:
+        is_narrow = depth == hopper.NARROW and compat.release() <= hopper.LATEST
+        is_measured, least = is_narrow or depth >= hopper.MEASURED, LEAST_TILES
     is_large = batch * heads * queries * keys >= hopper.LEAST_PAIRS
     tiles = batch * groups * tiles_of(keys, plan_for(depth, keys).key_gradient.keys)
-    is_measured = depth == NARROW or depth >= hopper.MEASURED
-    if not (is_measured and is_large and tiles >= LEAST_TILES):
+    if not (is_measured and is_large and tiles >= least):
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call, grad, out)
 
 
+def _has_measured_tables(call: Call) -> bool:
+    """Return whether a call with sequence ids or a mask of keys is of a kind for which these
+    kernels were faster.
+    """
+    is_wide = call.sizes[5] >= hopper.MEASURED
+    is_faster = call.given.query_ids is None and call.sizes[1] >= LEAST_HEADS_NARROW
+    return hopper.has_measured_tables(call) and (is_wide or is_faster)
+
+
 def serves(call: Call, grad: Tensor, out: Tensor) -> bool:
     """Return whether the Gluon kernels support a backward call of the implementation `tiles`."""
-    if call.given.has_tables() or not hopper.serves(call):
+    if not hopper.serves(call):
         return False
     return all(map(hopper.is_loadable, (grad, out)))
 
@@ -100,7 +116,6 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
         "EARLY": shape.early,
         "REGISTERS": shape.registers,
         "LOADER_REGISTERS": shape.loader_registers,
-        "HAS_BOUNDS": False,
         "num_warps": 4,
         **flags,
     }
@@ -139,9 +154,11 @@ def _query_gradient(
         *(tiles_of_heads(each, own) for each in (q, grad, out)),
         *(tiles_of_heads(each, others) for each in (call.k, call.v)),
         tiles_of_heads(grad_q, own),
-        *(q, lse, stats, call.scales()[0], call.given.scale),
+        key_tiles.tables_of(call.given, q),
+        hopper.ranges_of(call, shape.rows, shape.keys),
+        *(lse, stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
-        *(batch * heads, heads, repeat, queries, keys, tiles, padded, batch * heads),
+        *(batch * heads, heads, repeat, queries, keys, tiles, padded, _section(call, heads)),
     )
     _run(kernels._attention_hopper_gradients_query_kernel, call, shape, tiles * heads, arguments)
     return grad_q, stats
@@ -161,12 +178,23 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
         *(tiles_of_heads(each, own) for each in (call.k, call.v)),
         *(tiles_of_heads(each, others) for each in (q, grad)),
         *(tiles_of_heads(each, own) for each in (grad_k, grad_v)),
-        *(q, stats, call.scales()[0], call.given.scale),
+        key_tiles.tables_of(call.given, q),
+        hopper.ranges_of(call, shape.keys, shape.rows, ours_are_queries=False),
+        *(stats, call.scales()[0], call.given.scale),
         *key_tiles.positions_of(call.given),
-        *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3], batch * groups),
+        *(batch * groups, groups, repeat, queries, keys, tiles, stats.shape[3]),
+        _section(call, groups),
     )
     _run(kernels._attention_hopper_gradients_key_kernel, call, shape, tiles * groups, arguments)
     return grad_k, grad_v
+
+
+def _section(call: Call, heads: int) -> int:
+    """Return how many rows of tiles are computed at the same time: with tables, kernels count the
+    tiles of all sequences as one row for each head; without tables, each head of each sequence is a
+    row.
+    """
+    return heads if call.given.has_tables() else call.sizes[0] * heads
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -180,6 +208,6 @@ def _like(tensor: Tensor) -> Tensor:
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
     """Run a kernel with one program per multiprocessor; `tiles` is the number of tiles in one
     sequence, over all heads."""
-    constants = constants_of(shape, call.sizes[5], key_tiles.flags_of(call.given))
+    constants = constants_of(shape, call.sizes[5], hopper.flags_of(call))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))
     launch(kernel, (programs,), arguments, constants, tuple(constants.items()))

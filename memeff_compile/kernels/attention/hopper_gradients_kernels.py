@@ -10,8 +10,8 @@ every program computes one tile; tiles with the most work come first, so that al
 the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
-masking conditions only in pairs in which some keys are hidden. The kernels support masks that
-depend only on positions.
+masking conditions only in pairs in which some keys are hidden. With masks of keys or sequence ids,
+each query has a range of keys, and each key a range of queries (`hopper_kernels`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,22 @@ from .._triton.gluon import (
     warpgroup_mma_wait,
 )
 from .hopper_kernels import (
+    EITHER,
+    GAPS,
     OWN,
+    RANGE,
+    WHOLE,
     _barriers,
     _bounds,
+    _clear_hidden,
+    _counts,
+    _is_dirty,
+    _is_within,
     _nth,
     _place_of,
+    _ranges_of,
     _rounds,
+    _sorted_tile,
     _tile_2d,
     _which_count,
 )
@@ -57,33 +67,49 @@ def _weights(raw, sums, scale):
 
 
 @gluon.jit
-def _hide(weight, query, key, keys, span, AXIS: gl.constexpr, C: gl.constexpr):
+def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Return softmax weights, with zeros for hidden keys; `AXIS` is the axis of the queries."""
-    found = _which_count((query, query), (key, key), key < keys, span, AXIS, C)
-    return gl.where(found, weight, 0.0)
+    if MASKED == GAPS:
+        weight = gl.where(_counts(ours[0], other, told, AXIS, C), weight, 0.0)
+    elif C.HAS_BOUNDS:
+        weight = gl.where(_is_within(ours, other), weight, 0.0)
+        if MASKED == EITHER and ours[3] != 0:
+            weight = gl.where(_counts(ours[0], other, told, AXIS, C), weight, 0.0)
+    else:
+        query, key = ours[0], other
+        if AXIS == 1:
+            query, key = other, ours[0]
+        found = _which_count((query, query), (key, key), key < told[4], told[2], AXIS, C)
+        weight = gl.where(found, weight, 0.0)
+    return weight
 
 
 @gluon.jit
-def _query_tile(turn, bounds_ptr, work, C: gl.constexpr):
+def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round (in each round, every
     program computes one tile), the tile's sequence and head, and the tiles of keys that it
     visits."""
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
-    tile, row = _place_of(turn, batch_heads, tiles, section)
-    tile = tiles - 1 - tile  # the last queries see most keys under causal masks: they come first
-    batch = row // heads
-    found = _bounds(
-        bounds_ptr,
-        batch,
-        tile,
-        tiles,
-        (queries, keys),
-        span,
-        (C.ROWS, C.KEYS),
-        (C.HAS_AHEAD, C.HAS_BEHIND),
-        C,
-    )
-    return tile, row, batch, row % heads, found
+    if C.HAS_BOUNDS:
+        tile, batch, head, found = _sorted_tile(
+            turn, ranges_ptr, batch_heads, heads, tiles, section
+        )
+        row = batch * heads + head
+    else:
+        tile, row = _place_of(turn, batch_heads, tiles, section)
+        tile = (
+            tiles - 1 - tile
+        )  # the last queries see most keys under causal masks: they come first
+        batch = row // heads
+        head = row % heads
+        found = _bounds(
+            tile,
+            (queries, keys),
+            span,
+            (C.ROWS, C.KEYS),
+            (C.HAS_AHEAD, C.HAS_BEHIND),
+        )
+    return tile, row, batch, head, found
 
 
 @gluon.jit
@@ -104,7 +130,7 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
+def _load_query_gradient(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
     """Load the program's tiles of queries, and the tiles of keys and values that each tile of
     queries visits.
 
@@ -117,7 +143,7 @@ def _load_query_gradient(descs, memory, bars, bounds_ptr, work, C: gl.constexpr)
     batch_heads, _, repeat, _, _, tiles, _, _, _ = work
     step = 0
     for turn in range(_rounds(batch_heads * tiles)):
-        tile, _row, batch, head, found = _query_tile(turn, bounds_ptr, work, C)
+        tile, _row, batch, head, found = _query_tile(turn, ranges_ptr, work, C)
         group = head // repeat
         count = found[4]
         own = (batch, head, tile * C.ROWS)
@@ -161,8 +187,8 @@ def _query_step(
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory
     _, _, k_full, k_empty, v_full, v_empty, in_turn = bars
-    place, total, delta = query
-    scale, span, keys = told
+    ours, total, delta = query
+    scale, where = told
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
     stage = step % C.STAGES
@@ -174,6 +200,9 @@ def _query_step(
     k_before = _tile_2d(k_memory.index(before), C.KEYS, C)
     mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
     mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
+    if MASKED != WHOLE and C.HAS_KEY_MASK and _is_dirty(tile, ours):
+        _clear_hidden(k, where, tile, C)
+        _clear_hidden(v, where, tile, C)
     if C.IN_TURN:
         mbarrier.wait(in_turn.index(PART), (turns & 1) ^ (1 - PART))
     zeros = gl.zeros([OWN, C.KEYS], gl.float32, score_mma)
@@ -189,9 +218,9 @@ def _query_step(
             mbarrier.arrive(in_turn.index(1 - PART), count=1)
         raw = warpgroup_mma_wait(2, deps=[raw])
     weight = _weights(raw, total[:, None], scale)
-    if MASKED:
+    if MASKED != WHOLE:
         key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-        weight = _hide(weight, place, key, keys, span, 0, C)
+        weight = _hide(weight, ours, key, where, 0, MASKED, C)
     if IS_FIRST:
         product = warpgroup_mma_wait(0, deps=[product])
     else:
@@ -209,7 +238,7 @@ def _query_step(
 
 @gluon.jit
 def _query_gradient(
-    memory, bars, outs, bounds_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, tables, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the gradient of the queries of one group of warps.
 
@@ -221,18 +250,25 @@ def _query_gradient(
     own_full, own_empty, _, k_empty, _, _, _ = bars
     grad_q_desc, lse_ptr, stats_ptr = outs
     scale, factor = scales
-    batch_heads, _, _, queries, keys, tiles, padded, span, _ = work
+    batch_heads, heads, _, queries, keys, tiles, padded, span, _ = work
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
     slope_layout: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, score_mma)
-    told = (scale, span, keys)
     step = 0
     turns = 0
     for turn in range(_rounds(batch_heads * tiles)):
-        tile, row, batch, head, found = _query_tile(turn, bounds_ptr, work, C)
+        tile, row, batch, head, found = _query_tile(turn, ranges_ptr, work, C)
         edges, count = found[3], found[4]
         place = tile * C.ROWS + PART * OWN + gl.arange(0, OWN, layout=by_row)
+        ours = (place, place, place, 0, 0, 0)
+        if C.HAS_BOUNDS:
+            batches = batch_heads // heads
+            low, high, has_gaps, clean, dirty = _ranges_of(
+                ranges_ptr, batches, batch, tile, tiles, place, C.ROWS
+            )
+            ours = (place, low, high, has_gaps, clean, dirty)
+        told = (scale, (tables, batch, span, queries, keys))
         wide = gl.to_tensor(row).to(gl.int64)
         total = gl.load(lse_ptr + wide * queries + place, mask=place < queries, other=float("inf"))
         total = gl.where(total == float("-inf"), float("inf"), total * LOG2_E)
@@ -244,7 +280,7 @@ def _query_gradient(
         gl.store(stats_ptr + wide * (2 * padded) + padded + place, delta)
         acc = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         if count > 0:
-            query = (place, total, delta)
+            query = (ours, total, delta)
             slope = gl.zeros([OWN, C.KEYS], q_memory.dtype, slope_layout)
             acc, slope, turns = _query_step(
                 (acc, slope, turns),
@@ -256,22 +292,32 @@ def _query_gradient(
                 told,
                 PART,
                 True,
-                True,
+                EITHER,
                 C,
             )
             step += 1
-            for visit in range(1, edges):
+            ranged = edges
+            if C.HAS_BOUNDS:
+                ranged = (1 - ours[3]) * edges
+                for visit in range(1, ours[3] * edges):
+                    other = _nth(visit, found)
+                    sums = (acc, slope, turns)
+                    acc, slope, turns = _query_step(
+                        sums, step, other, query, memory, bars, told, PART, False, GAPS, C
+                    )
+                    step += 1
+            for visit in range(1, ranged):
                 other = _nth(visit, found)
                 sums = (acc, slope, turns)
                 acc, slope, turns = _query_step(
-                    sums, step, other, query, memory, bars, told, PART, False, True, C
+                    sums, step, other, query, memory, bars, told, PART, False, RANGE, C
                 )
                 step += 1
             for visit in range(gl.maximum(edges, 1), count):
                 other = _nth(visit, found)
                 sums = (acc, slope, turns)
                 acc, slope, turns = _query_step(
-                    sums, step, other, query, memory, bars, told, PART, False, False, C
+                    sums, step, other, query, memory, bars, told, PART, False, WHOLE, C
                 )
                 step += 1
             before = (step + C.STAGES - 1) % C.STAGES
@@ -291,15 +337,15 @@ def _query_gradient(
 
 
 @gluon.jit
-def _query_gradient_first(memory, bars, outs, bounds_ptr, work, scales, C: gl.constexpr):
+def _query_gradient_first(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(0), memory[1].index(0), memory[2].index(0), memory[3], memory[4])
-    _query_gradient(own, bars, outs, bounds_ptr, work, scales, 0, C)
+    _query_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 0, C)
 
 
 @gluon.jit
-def _query_gradient_second(memory, bars, outs, bounds_ptr, work, scales, C: gl.constexpr):
+def _query_gradient_second(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(1), memory[1].index(1), memory[2].index(1), memory[3], memory[4])
-    _query_gradient(own, bars, outs, bounds_ptr, work, scales, 1, C)
+    _query_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 1, C)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -310,7 +356,8 @@ def _attention_hopper_gradients_query_kernel(
     k_desc,  # (B, G, N, D), block 1 x 1 x KEYS x DEPTH_BLOCK
     v_desc,  # likewise
     grad_q_desc,  # as q_desc, written
-    bounds_ptr,  # never read
+    tables,  # `key_tiles.Tables`
+    ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32
     stats_ptr,  # (B, H, 2, padded) fp32, written: lse in base 2, and the sum of grad * out
     scale,  # of the products, in base 2, above 0
@@ -358,9 +405,9 @@ def _attention_hopper_gradients_query_kernel(
     scales = (scale, factor)
     gl.warp_specialize(
         [
-            (_query_gradient_first, (memory, bars, outs, bounds_ptr, work, scales, C)),
-            (_query_gradient_second, (memory, bars, outs, bounds_ptr, work, scales, C)),
-            (_load_query_gradient, (descs, memory, bars, bounds_ptr, work, C)),
+            (_query_gradient_first, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_query_gradient_second, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_load_query_gradient, (descs, memory, bars, ranges_ptr, work, C)),
         ],
         [4, 1],
         [C.REGISTERS, C.LOADER_REGISTERS],
@@ -368,27 +415,30 @@ def _attention_hopper_gradients_query_kernel(
 
 
 @gluon.jit
-def _key_tile(turn, bounds_ptr, work, C: gl.constexpr):
+def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of keys that a program computes in a given round (in each round, every
     program computes one tile), the tile's sequence and key head (first as one combined index, then
     as two indices), and the tiles of queries that the program visits.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
-    # The first keys are seen by most queries under causal masks: they come first.
-    tile, row = _place_of(turn, batch_groups, tiles, section)
-    batch = row // groups
-    found = _bounds(
-        bounds_ptr,
-        batch,
-        tile,
-        tiles,
-        (keys, queries),
-        (span[1], span[0]),
-        (C.KEYS, C.ROWS),
-        (C.HAS_BEHIND, C.HAS_AHEAD),
-        C,
-    )
-    return tile, row, batch, row % groups, found
+    if C.HAS_BOUNDS:
+        tile, batch, group, found = _sorted_tile(
+            turn, ranges_ptr, batch_groups, groups, tiles, section
+        )
+        row = batch * groups + group
+    else:
+        # The first keys are seen by most queries under causal masks: they come first.
+        tile, row = _place_of(turn, batch_groups, tiles, section)
+        batch = row // groups
+        group = row % groups
+        found = _bounds(
+            tile,
+            (keys, queries),
+            (span[1], span[0]),
+            (C.KEYS, C.ROWS),
+            (C.HAS_BEHIND, C.HAS_AHEAD),
+        )
+    return tile, row, batch, group, found
 
 
 @gluon.jit
@@ -408,7 +458,7 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_key_gradient(descs, memory, bars, stats_ptr, bounds_ptr, work, C: gl.constexpr):
+def _load_key_gradient(descs, memory, bars, stats_ptr, ranges_ptr, work, C: gl.constexpr):
     """Load the program's tiles of keys and values; for each of these tiles, load the tiles of the
     queries that see its keys, with the output gradient and two numbers for each query.
     """
@@ -420,7 +470,7 @@ def _load_key_gradient(descs, memory, bars, stats_ptr, bounds_ptr, work, C: gl.c
     offs = gl.arange(0, C.ROWS, layout=lanes)
     step = 0
     for turn in range(_rounds(batch_groups * tiles)):
-        tile, row, batch, group, found = _key_tile(turn, bounds_ptr, work, C)
+        tile, row, batch, group, found = _key_tile(turn, ranges_ptr, work, C)
         count = found[4]
         every = count * repeat
         own = (batch, group, tile * C.KEYS)
@@ -467,7 +517,7 @@ def _key_step(
     acc_k, acc_v = sums
     k_memory, v_memory, q_memory, grad_memory, sums_memory, delta_memory = memory
     _, _, full, empty = bars
-    scale, span, keys = told
+    scale, where = told
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.ROWS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, score_mma)
@@ -484,9 +534,9 @@ def _key_step(
     total = sums_memory.index(stage).load(by_query)
     raw = warpgroup_mma_wait(1, deps=[raw])
     weight = _weights(raw, total[None, :], scale)
-    if MASKED:
+    if MASKED != WHOLE:
         query = tile * C.ROWS + gl.arange(0, C.ROWS, layout=by_query)
-        weight = _hide(weight, query, key, keys, span, 1, C)
+        weight = _hide(weight, key, query, where, 1, MASKED, C)
     if C.EARLY:
         # The product with the weights starts before the slopes are known.
         p = gl.convert_layout(weight.to(q.dtype), operand)
@@ -512,37 +562,60 @@ def _key_step(
 
 @gluon.jit
 def _key_gradient(
-    memory, bars, outs, bounds_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, tables, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the gradients of the keys and values of one group of warps."""
     k_memory, v_memory, _, _, _, _ = memory
     own_full, own_empty, _, _ = bars
     grad_k_desc, grad_v_desc = outs
     scale, factor = scales
-    batch_groups, _, repeat, _, keys, tiles, _, span, _ = work
+    batch_groups, groups, repeat, queries, keys, tiles, _, span, _ = work
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.ROWS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
-    told = (scale, span, keys)
+    batches = batch_groups // groups
     step = 0
     for turn in range(_rounds(batch_groups * tiles)):
-        tile, _row, batch, group, found = _key_tile(turn, bounds_ptr, work, C)
+        tile, _row, batch, group, found = _key_tile(turn, ranges_ptr, work, C)
         edges, count = found[3], found[4]
         start = tile * C.KEYS + PART * OWN
-        key = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, score_mma))
+        place = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, score_mma))
+        key = (place, place, place, 0, 0, 0)
+        if C.HAS_BOUNDS:
+            low, high, has_gaps, clean, dirty = _ranges_of(
+                ranges_ptr, batches, batch, tile, tiles, place, C.KEYS
+            )
+            key = (place, low, high, has_gaps, clean, dirty)
+        told = (scale, (tables, batch, span, queries, keys))
         acc_k = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         acc_v = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         mbarrier.wait(own_full.index(PART), turn & 1)
+        ranged = edges
+        if C.HAS_BOUNDS:
+            ranged = (1 - key[3]) * edges
         for _shared in range(repeat):
-            for visit in range(edges):
+            if C.HAS_BOUNDS:
+                for visit in range(key[3] * edges):
+                    other = _nth(visit, found)
+                    sums = (acc_k, acc_v)
+                    acc_k, acc_v = _key_step(
+                        sums, step, other, key, memory, bars, told, PART, GAPS, C
+                    )
+                    step += 1
+            for visit in range(ranged):
                 other = _nth(visit, found)
                 sums = (acc_k, acc_v)
-                acc_k, acc_v = _key_step(sums, step, other, key, memory, bars, told, PART, True, C)
+                acc_k, acc_v = _key_step(sums, step, other, key, memory, bars, told, PART, RANGE, C)
                 step += 1
             for visit in range(edges, count):
                 other = _nth(visit, found)
                 sums = (acc_k, acc_v)
-                acc_k, acc_v = _key_step(sums, step, other, key, memory, bars, told, PART, False, C)
+                acc_k, acc_v = _key_step(sums, step, other, key, memory, bars, told, PART, WHOLE, C)
                 step += 1
+        if C.HAS_KEY_MASK:
+            # Hidden keys may be nan, and 0 times nan is nan.
+            here = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, out_mma))
+            low, high, _, _, _ = _ranges_of(ranges_ptr, batches, batch, tile, tiles, here, C.KEYS)
+            acc_k = gl.where((low <= high)[:, None], acc_k, 0.0)
         # The keys and values are no longer needed: their memory takes the results.
         _tile_2d(v_memory, OWN, C).store(acc_v.to(k_memory.dtype))
         _tile_2d(k_memory, OWN, C).store((acc_k * factor).to(k_memory.dtype))
@@ -556,15 +629,15 @@ def _key_gradient(
 
 
 @gluon.jit
-def _key_gradient_first(memory, bars, outs, bounds_ptr, work, scales, C: gl.constexpr):
+def _key_gradient_first(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(0), memory[1].index(0), memory[2], memory[3], memory[4], memory[5])
-    _key_gradient(own, bars, outs, bounds_ptr, work, scales, 0, C)
+    _key_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 0, C)
 
 
 @gluon.jit
-def _key_gradient_second(memory, bars, outs, bounds_ptr, work, scales, C: gl.constexpr):
+def _key_gradient_second(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(1), memory[1].index(1), memory[2], memory[3], memory[4], memory[5])
-    _key_gradient(own, bars, outs, bounds_ptr, work, scales, 1, C)
+    _key_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 1, C)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -575,7 +648,8 @@ def _attention_hopper_gradients_key_kernel(
     grad_desc,  # likewise, the gradient of out
     grad_k_desc,  # as k_desc, written
     grad_v_desc,  # likewise
-    bounds_ptr,  # never read
+    tables,  # `key_tiles.Tables`
+    ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     stats_ptr,  # (B, H, 2, padded) fp32: lse in base 2, and the sum of grad * out
     scale,  # of the products, in base 2, above 0
     factor,  # of the scores, as the caller passed it
@@ -616,9 +690,9 @@ def _attention_hopper_gradients_key_kernel(
     scales = (scale, factor)
     gl.warp_specialize(
         [
-            (_key_gradient_first, (memory, bars, outs, bounds_ptr, work, scales, C)),
-            (_key_gradient_second, (memory, bars, outs, bounds_ptr, work, scales, C)),
-            (_load_key_gradient, (descs, memory, bars, stats_ptr, bounds_ptr, work, C)),
+            (_key_gradient_first, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_key_gradient_second, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_load_key_gradient, (descs, memory, bars, stats_ptr, ranges_ptr, work, C)),
         ],
         [4, 1],
         [C.REGISTERS, C.LOADER_REGISTERS],

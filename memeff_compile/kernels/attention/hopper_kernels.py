@@ -9,6 +9,11 @@ loading warp already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
 masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
+
+With masks of keys or sequence ids (HAS_BOUNDS), a table that `ranges.find` made contains the tiles
+that each tile of queries visits, and the first and the last visible key of each query. If all keys
+between them are visible, the kernel compares positions with these two numbers; otherwise it reads
+the mask and the ids.
 """
 
 from __future__ import annotations
@@ -26,12 +31,19 @@ from .._triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .._triton.key_tiles_kernels import bounds_of, edge_tile
+from .._triton.key_tiles_kernels import _visited, edge_tile
+from .ranges_kernels import FIELDS
 
 LOW: gl.constexpr = gl.constexpr(-1.0e38)  # below every score; finite, as in `tiles_kernels`
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 # Positions of a program's tile that one group of warps owns: the rows of a product.
 OWN: gl.constexpr = gl.constexpr(64)
+# How a step finds the hidden keys of a tile: there are none, it compares positions with bounds, it
+# reads the mask of keys and the ids, or it reads them only if the program's tile has gaps.
+WHOLE: gl.constexpr = gl.constexpr(0)
+RANGE: gl.constexpr = gl.constexpr(1)
+GAPS: gl.constexpr = gl.constexpr(2)
+EITHER: gl.constexpr = gl.constexpr(3)
 # Arguments for whose values no kernel is compiled again.
 VARYING = [
     *("ahead", "behind", "batch_heads", "heads", "repeat"),
@@ -49,7 +61,7 @@ def _rounds(tiles):
     mine = gl.program_id(0)
     if whole % 2 == 1:
         mine = programs - 1 - mine
-    return whole + (mine < tiles % programs).to(gl.int32)
+    return gl.where(mine < tiles % programs, whole + 1, whole)
 
 
 @gluon.jit
@@ -73,15 +85,48 @@ def _place_of(turn, rows, tiles, width):
 
 
 @gluon.jit
-def _bounds(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: gl.constexpr):
+def _bounds(tile, lengths, span, SIZES, IS_BOUND):
     """Return the first visited tile, the first complete tile (without hidden keys), the end of the
-    complete tiles, the number of incomplete tiles, and the number of all visited tiles.
+    complete tiles, the number of incomplete tiles, and the number of all visited tiles, for masks
+    that depend only on positions.
     """
-    first, full_first, full_stop, stop = bounds_of(
-        bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C
-    )
+    first, full_first, full_stop, stop = _visited(tile, lengths, span, SIZES, IS_BOUND)
     edges = full_first - first + stop - full_stop
     return first, full_first, full_stop, edges, edges + full_stop - full_first
+
+
+@gluon.jit
+def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
+    """Return the tile that a program computes in a given round, the tile's sequence and head, and
+    the visited tiles like `_bounds`, from a table that `ranges.find` made.
+
+    In the table's order, the tiles of all sequences with the most work come first.
+    """
+    pairs = rows // heads * tiles
+    nth, head = _place_of(turn, heads, pairs, width)
+    pair = gl.load(ranges_ptr + nth * FIELDS + 7)
+    found_ptr = ranges_ptr + pair * FIELDS
+    first = gl.load(found_ptr)
+    full_first = gl.load(found_ptr + 1)
+    full_stop = gl.load(found_ptr + 2)
+    stop = gl.load(found_ptr + 3)
+    edges = full_first - first + stop - full_stop
+    found = (first, full_first, full_stop, edges, edges + full_stop - full_first)
+    return pair % tiles, pair // tiles, head, found
+
+
+@gluon.jit
+def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
+    """Return the first and the last visible position for each position of a tile, whether there are
+    gaps between them, and the range of visited tiles of which the mask hides no key.
+    """
+    padded = tiles * OURS
+    found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
+    range_ptr = ranges_ptr + batches * tiles * FIELDS + batch * (2 * padded)
+    low = gl.load(range_ptr + place)
+    high = gl.load(range_ptr + padded + place)
+    has_gaps = gl.load(found_ptr + 4)
+    return low, high, has_gaps, gl.load(found_ptr + 5), gl.load(found_ptr + 6)
 
 
 @gluon.jit
@@ -109,11 +154,37 @@ def _which_count(queries, keys, is_key, span, AXIS: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def _ids_of(ids_ptr, place, is_inside, C: gl.constexpr):
-    found = place
+def _mask_of(tables, batch):
+    """Return the pointer to a sequence's mask of keys."""
+    return tables.key_mask + gl.to_tensor(batch).to(gl.int64) * tables.mask_batch
+
+
+@gluon.jit
+def _is_within(ours, other):
+    """Return which positions of a visited tile are within the range of each of our positions."""
+    _, low, high, _, _, _ = ours
+    other = gl.expand_dims(other, 0)
+    return (other >= gl.expand_dims(low, 1)) & (other <= gl.expand_dims(high, 1))
+
+
+@gluon.jit
+def _counts(ours, other, told, AXIS: gl.constexpr, C: gl.constexpr):
+    """Return which pairs of our positions and a visited tile's positions the mask and the ids
+    leave; `AXIS` is the axis of the queries.
+    """
+    tables, batch, span, queries, keys = told
+    query, key = ours, other
+    if AXIS == 1:
+        query, key = other, ours
+    is_key = _keys_shown(_mask_of(tables, batch), key, keys, C)
+    query_id, key_id = query, key
     if C.HAS_IDS:
-        found = gl.load(ids_ptr + place, mask=is_inside, other=0)
-    return found
+        wide = gl.to_tensor(batch).to(gl.int64)
+        query_ids_ptr = tables.query_ids + wide * tables.query_ids_batch
+        key_ids_ptr = tables.key_ids + wide * tables.key_ids_batch
+        query_id = gl.load(query_ids_ptr + query, mask=query < queries, other=0)
+        key_id = gl.load(key_ids_ptr + key, mask=key < keys, other=0)
+    return _which_count((query, query_id), (key, key_id), is_key, span, AXIS, C)
 
 
 @gluon.jit
@@ -132,14 +203,22 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _clear_hidden(memory, mask_ptr, tile, keys, ROWS: gl.constexpr, C: gl.constexpr):
+def _is_dirty(tile, query):
+    """Return whether the mask of keys may hide keys of a visited tile."""
+    _, _, _, _, clean, dirty = query
+    return (tile < clean) | (tile >= dirty)
+
+
+@gluon.jit
+def _clear_hidden(memory, told, tile, C: gl.constexpr):
     """Write zeros over hidden keys in shared memory, because 0 times nan is nan.
 
     Every group of warps writes the same numbers, so groups need not wait for each other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    key = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    shown = _keys_shown(mask_ptr, key, keys, C)
+    tables, batch, _, _, keys = told
+    key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(1, layout))
+    shown = _keys_shown(_mask_of(tables, batch), key, keys, C)
     here = memory.load(layout)
     memory.store(gl.where(shown[:, None], here, gl.zeros_like(here)))
     fence_async_shared()
@@ -147,39 +226,57 @@ def _clear_hidden(memory, mask_ptr, tile, keys, ROWS: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def _load_forward(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
-    """Load the queries of each tile, and the keys and values that the tile visits."""
-    q_desc, k_desc, v_desc = descs
-    q_memory, k_memory, v_memory, _ = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, section = work
-    step = 0
-    taken = 0
-    for turn in range(_rounds(batch_heads * query_tiles)):
+def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
+    """Return the tile of queries that a program computes in a given round, the tile's sequence and
+    head, and the tiles of keys that it visits.
+    """
+    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
+    if C.HAS_BOUNDS:
+        tile, batch, head, found = _sorted_tile(
+            turn, ranges_ptr, batch_heads, heads, query_tiles, section
+        )
+    else:
         tile, row = _place_of(turn, batch_heads, query_tiles, section)
         tile = query_tiles - 1 - tile
         batch = row // heads
         head = row % heads
-        group = head // repeat
         found = _bounds(
-            bounds_ptr,
-            batch,
             tile,
-            query_tiles,
             (queries, keys),
             (ahead, behind),
             (C.ROWS, C.KEYS),
             (C.HAS_AHEAD, C.HAS_BEHIND),
-            C,
         )
+    return tile, batch, head, found
+
+
+@gluon.jit
+def _load_own(q_desc, memory, full, empty, at, taken, C: gl.constexpr):
+    """Load the queries of a program's tile."""
+    batch, head, start = at
+    mbarrier.wait(empty, (taken & 1) ^ 1)
+    mbarrier.expect(full, 2 * C.ROWS * C.DEPTH_BLOCK)
+    for part in gl.static_range(C.ROWS // OWN):
+        load_tile(q_desc, [batch, head, start + part * OWN, 0], full, memory.index(part))
+
+
+@gluon.jit
+def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
+    """Load the queries of each tile, and the keys and values that the tile visits."""
+    q_desc, k_desc, v_desc = descs
+    q_memory, k_memory, v_memory, _ = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
+    batch_heads, _, repeat, _, _, query_tiles, _, _, _ = work
+    step = 0
+    taken = 0
+    for turn in range(_rounds(batch_heads * query_tiles)):
+        tile, batch, head, found = _queries_of(turn, ranges_ptr, work, C)
+        group = head // repeat
         count = found[4]
         if count > 0:
-            mbarrier.wait(q_empty, (taken & 1) ^ 1)
-            mbarrier.expect(q_full, 2 * C.ROWS * C.DEPTH_BLOCK)
-            for part in gl.static_range(C.ROWS // OWN):
-                place = [batch, head, tile * C.ROWS + part * OWN, 0]
-                load_tile(q_desc, place, q_full, q_memory.index(part))
-            taken += 1
+            own = (batch, head, tile * C.ROWS)
+            if not C.HAS_BOUNDS:
+                _load_own(q_desc, q_memory, q_full, q_empty, own, taken, C)
             for visit in range(count):
                 other = _nth(visit, found) * C.KEYS
                 stage = step % C.STAGES
@@ -189,23 +286,33 @@ def _load_forward(descs, memory, bars, bounds_ptr, work, C: gl.constexpr):
                 load_tile(
                     k_desc, [batch, group, other, 0], k_full.index(stage), k_memory.index(stage)
                 )
+                # Memory for keys becomes free earlier than memory for queries.
+                if C.HAS_BOUNDS and visit == 0:
+                    _load_own(q_desc, q_memory, q_full, q_empty, own, taken, C)
                 mbarrier.wait(v_empty.index(stage), phase)
                 mbarrier.expect(v_full.index(stage), 2 * C.KEYS * C.DEPTH_BLOCK)
                 load_tile(
                     v_desc, [batch, group, other, 0], v_full.index(stage), v_memory.index(stage)
                 )
                 step += 1
+            taken += 1
 
 
 @gluon.jit
-def _hide(raw, query, tile, told, MMA: gl.constexpr, C: gl.constexpr):
+def _hide(raw, query, tile, told, MMA: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Return raw scores, with minus infinity for hidden keys."""
-    mask_ptr, key_ids_ptr, span, keys = told
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, MMA))
-    key_id = _ids_of(key_ids_ptr, key, key < keys, C)
-    is_key = _keys_shown(mask_ptr, key, keys, C)
-    counts = _which_count(query, (key, key_id), is_key, span, 0, C)
-    return gl.where(counts, raw, float("-inf"))
+    if MASKED == GAPS:
+        raw = gl.where(_counts(query[0], key, told, 0, C), raw, float("-inf"))
+    elif C.HAS_BOUNDS:
+        raw = gl.where(_is_within(query, key), raw, float("-inf"))
+        if MASKED == EITHER and query[3] != 0:
+            raw = gl.where(_counts(query[0], key, told, 0, C), raw, float("-inf"))
+    else:
+        is_key, span = key < told[4], told[2]
+        found = _which_count((query[0], key), (key, key), is_key, span, 0, C)
+        raw = gl.where(found, raw, float("-inf"))
+    return raw
 
 
 @gluon.jit
@@ -245,6 +352,10 @@ def _step_forward(
     k = _tile_2d(k_memory.index(stage), C.KEYS, C)
     before = (step + C.STAGES - 1) % C.STAGES
     v = _tile_2d(v_memory.index(before), C.KEYS, C)
+    if MASKED != WHOLE and C.HAS_KEY_MASK and _is_dirty(_nth(visit, found), query):
+        mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
+        here = _tile_2d(v_memory.index(stage), C.KEYS, C)
+        _clear_hidden(here, told, _nth(visit, found), C)
     mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
     if C.IN_TURN:
         mbarrier.wait(in_turn.index(PART), (turns & 1) ^ (1 - PART))
@@ -257,13 +368,9 @@ def _step_forward(
     raw = warpgroup_mma_wait(1, deps=[raw])
     barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if MASKED:
-        raw = _hide(raw, query, _nth(visit, found), told, score_mma, C)
+    if MASKED != WHOLE:
+        raw = _hide(raw, query, _nth(visit, found), told, score_mma, MASKED, C)
     weight, total, largest, shrink = _softmax(raw, total, largest, scale)
-    if MASKED and C.HAS_KEY_MASK:
-        mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
-        here = _tile_2d(v_memory.index(stage), C.KEYS, C)
-        _clear_hidden(here, told[0], _nth(visit, found), told[3], C.KEYS, C)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -274,13 +381,13 @@ def _step_forward(
 
 @gluon.jit
 def _attend(
-    memory, bars, outs, tables, bounds_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, tables, ranges_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the output for the queries of one group of warps."""
     out_desc, lse_ptr = outs
     q_memory, k_memory, v_memory, out_memory = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
+    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, _ = work
     HERE: gl.constexpr = OWN * C.WARPS // 4
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
@@ -290,34 +397,19 @@ def _attend(
     turns = 0
     q = _tile_2d(q_memory, HERE, C)
     for turn in range(_rounds(batch_heads * query_tiles)):
-        tile, row = _place_of(turn, batch_heads, query_tiles, section)
-        tile = query_tiles - 1 - tile
-        batch = row // heads
-        head = row % heads
-        span = (ahead, behind)
-        found = _bounds(
-            bounds_ptr,
-            batch,
-            tile,
-            query_tiles,
-            (queries, keys),
-            span,
-            (C.ROWS, C.KEYS),
-            (C.HAS_AHEAD, C.HAS_BEHIND),
-            C,
-        )
+        tile, batch, head, found = _queries_of(turn, ranges_ptr, work, C)
+        row = batch * heads + head
         edges, count = found[3], found[4]
         place = tile * C.ROWS + PART * OWN + gl.arange(0, HERE, layout=by_row)
         is_row = place < queries
-        wide = gl.to_tensor(batch).to(gl.int64)
-        query_ids_ptr = tables.query_ids + wide * tables.query_ids_batch
-        query = (place, _ids_of(query_ids_ptr, place, is_row, C))
-        told = (
-            tables.key_mask + wide * tables.mask_batch,
-            tables.key_ids + wide * tables.key_ids_batch,
-            span,
-            keys,
-        )
+        query = (place, place, place, 0, 0, 0)
+        if C.HAS_BOUNDS:
+            batches = batch_heads // heads
+            low, high, has_gaps, clean, dirty = _ranges_of(
+                ranges_ptr, batches, batch, tile, query_tiles, place, C.ROWS
+            )
+            query = (place, low, high, has_gaps, clean, dirty)
+        told = (tables, batch, (ahead, behind), queries, keys)
         largest = gl.full([HERE], LOW, gl.float32, by_row)
         total = gl.zeros([HERE], gl.float32, by_row)
         acc = gl.zeros([HERE, C.DEPTH_BLOCK], gl.float32, out_mma)
@@ -331,24 +423,33 @@ def _attend(
             raw = warpgroup_mma_wait(0, deps=[raw])
             barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
-            raw = _hide(raw, query, _nth(0, found), told, score_mma, C)
+            raw = _hide(raw, query, _nth(0, found), told, score_mma, EITHER, C)
             weight, total, largest, _none = _softmax(raw, total, largest, scale)
-            if C.HAS_KEY_MASK:
+            if C.HAS_KEY_MASK and _is_dirty(_nth(0, found), query):
                 mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
                 here = _tile_2d(v_memory.index(stage), C.KEYS, C)
-                _clear_hidden(here, told[0], _nth(0, found), keys, C.KEYS, C)
+                _clear_hidden(here, told, _nth(0, found), C)
             p = gl.convert_layout(weight.to(k.dtype), gl.DotOperandLayout(0, out_mma, 2))
             step += 1
-            for visit in range(1, edges):
+            ranged = edges
+            if C.HAS_BOUNDS:
+                ranged = (1 - query[3]) * edges
+                for visit in range(1, query[3] * edges):
+                    sums = (acc, total, largest, p, turns)
+                    acc, total, largest, p, turns = _step_forward(
+                        sums, step, visit, found, query, told, memory, bars, scale, PART, GAPS, C
+                    )
+                    step += 1
+            for visit in range(1, ranged):
                 sums = (acc, total, largest, p, turns)
                 acc, total, largest, p, turns = _step_forward(
-                    sums, step, visit, found, query, told, memory, bars, scale, PART, True, C
+                    sums, step, visit, found, query, told, memory, bars, scale, PART, RANGE, C
                 )
                 step += 1
             for visit in range(gl.maximum(edges, 1), count):
                 sums = (acc, total, largest, p, turns)
                 acc, total, largest, p, turns = _step_forward(
-                    sums, step, visit, found, query, told, memory, bars, scale, PART, False, C
+                    sums, step, visit, found, query, told, memory, bars, scale, PART, WHOLE, C
                 )
                 step += 1
             mbarrier.arrive(q_empty, count=1)
@@ -375,15 +476,15 @@ def _attend(
 
 
 @gluon.jit
-def _attend_first(memory, bars, outs, tables, bounds_ptr, work, scale, C: gl.constexpr):
+def _attend_first(memory, bars, outs, tables, ranges_ptr, work, scale, C: gl.constexpr):
     mine = (memory[0].index(0), memory[1], memory[2], memory[3].index(0))
-    _attend(mine, bars, outs, tables, bounds_ptr, work, scale, 0, C)
+    _attend(mine, bars, outs, tables, ranges_ptr, work, scale, 0, C)
 
 
 @gluon.jit
-def _attend_second(memory, bars, outs, tables, bounds_ptr, work, scale, C: gl.constexpr):
+def _attend_second(memory, bars, outs, tables, ranges_ptr, work, scale, C: gl.constexpr):
     mine = (memory[0].index(1), memory[1], memory[2], memory[3].index(1))
-    _attend(mine, bars, outs, tables, bounds_ptr, work, scale, 1, C)
+    _attend(mine, bars, outs, tables, ranges_ptr, work, scale, 1, C)
 
 
 @gluon.jit
@@ -402,7 +503,7 @@ def _attention_hopper_forward_kernel(
     v_desc,  # likewise
     out_desc,  # (B, M, H, D), block 1 x OWN x 1 x DEPTH_BLOCK
     tables,  # `key_tiles.Tables`
-    bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
+    ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32, natural logarithm
     scale,  # of the products, in base 2, above 0
     ahead,
@@ -445,9 +546,9 @@ def _attention_hopper_forward_kernel(
     outs = (out_desc, lse_ptr)
     gl.warp_specialize(
         [
-            (_attend_first, (memory, bars, outs, tables, bounds_ptr, work, scale, C)),
-            (_attend_second, (memory, bars, outs, tables, bounds_ptr, work, scale, C)),
-            (_load_forward, (descs, memory, bars, bounds_ptr, work, C)),
+            (_attend_first, (memory, bars, outs, tables, ranges_ptr, work, scale, C)),
+            (_attend_second, (memory, bars, outs, tables, ranges_ptr, work, scale, C)),
+            (_load_forward, (descs, memory, bars, ranges_ptr, work, C)),
         ],
         [4, 1],
         [C.REGISTERS, 24],

@@ -36,7 +36,11 @@ def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     """Return the bytes that the backward pass allocates in addition to the gradients: two fp32
-    numbers per query. On Hopper, large calls allocate these numbers for a number of queries that is
-    rounded up to a multiple of 128.
+    numbers per query.
+
+    The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
+    multiple of 128. With a mask of keys or sequence ids, each kernel allocates a table during the
+    kernel: 16 bytes per tile and sequence, or, for the kernels in Gluon, about 8 bytes per position
+    of each sequence, shared by all heads (at least 32, so at most 4 % of the formula).
     """
     return 8 * sympy.sympify(batch) * heads * queries

@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 
 from memeff_compile.kernels._triton.key_tiles import depth_block
-from memeff_compile.kernels.attention import hopper, hopper_gradients
+from memeff_compile.kernels.attention import hopper, hopper_gradients, ranges
 from tests.support.offline import (
     HOPPER,
     TABLES_NAMED,
@@ -27,11 +27,13 @@ PLAIN = {
     "HAS_BOUNDS": False,
 }
 EVERY = dict.fromkeys(PLAIN, True)
+PADDED = PLAIN | {"HAS_KEY_MASK": True, "HAS_BOUNDS": True}
+PACKED = PLAIN | {"HAS_IDS": True, "HAS_BOUNDS": True}
 POINTERS = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
     "key_ids_ptr": "*i64",
-    "bounds_ptr": "*i32",
+    "ranges_ptr": "*i32",
     "lse_ptr": "*fp32",
 }
 LAYOUT = (
@@ -69,7 +71,9 @@ def _compile(depth: int, dtype: str, flags: dict[str, bool]) -> Any:
     ("depth", "dtype", "flags"),
     [
         pytest.param(128, "bf16", PLAIN, id="causal-128"),
-        pytest.param(128, "bf16", EVERY, id="every mask-128"),
+        pytest.param(128, "bf16", PADDED, id="padded-128"),
+        pytest.param(128, "bf16", PACKED, id="packed-128", marks=pytest.mark.slow),
+        pytest.param(128, "bf16", EVERY, id="every mask-128", marks=pytest.mark.slow),
         pytest.param(64, "fp16", EVERY, id="every mask-64", marks=pytest.mark.slow),
         pytest.param(96, "fp16", PLAIN, id="causal-96", marks=pytest.mark.slow),
     ],
@@ -77,7 +81,7 @@ def _compile(depth: int, dtype: str, flags: dict[str, bool]) -> Any:
 def test_the_kernel_compiles_within_the_limits(
     depth: int, dtype: str, flags: dict[str, bool]
 ) -> None:
-    ptx = within_limits(_compile(depth, dtype, flags), HOPPER)
+    ptx = within_limits(_compile(depth, dtype, flags), HOPPER, _spills_with(flags))
     assert "cp.async.bulk.tensor" in ptx
     # A separate warp loads, and gives its registers to those that multiply.
     assert "setmaxnreg" in ptx
@@ -85,15 +89,29 @@ def test_the_kernel_compiles_within_the_limits(
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
 
 
-def _spills() -> int:
-    """Return how many bytes of stack the kernel for keys and values may use.
+def _spills_with(flags: dict[str, bool]) -> int:
+    """Return how many bytes of stack the masks may need.
 
-    Up to Triton 3.8 its innermost loop does not read the stack. With Triton 3.9 that loop reads six
-    numbers of each thread there, next to 24 products, and writes none.
+    Only the steps that read the mask and the ids spill registers in their loop; calls in which each
+    query sees a range of keys never run these steps.
+    """
+    return 1024 if flags["HAS_BOUNDS"] else 0
+
+
+def _spills(step: str, depth: int) -> int:
+    """Return how many bytes of stack a backward kernel may use.
+
+    Up to Triton 3.8, the innermost loop of the kernel for keys and values does not read the stack.
+    With Triton 3.9 that loop reads six numbers of each thread there, next to 24 products, and writes
+    none. The kernel for queries with heads of 64 writes to the stack in its innermost loop with
+    Triton 3.9, and calls do not use it then (`hopper.LATEST`).
     """
     import triton
 
-    return 112 if Version(triton.__version__) >= Version("3.9") else 64
+    is_later = Version(triton.__version__).release[:2] > hopper.LATEST
+    if step == "key":
+        return 112 if is_later else 64
+    return 144 if is_later and depth == 64 else 0
 
 
 def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool]) -> Any:
@@ -117,7 +135,8 @@ def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool])
 
     constants = hopper_gradients.constants_of(shape, depth, flags)
     warps = constants.pop("num_warps")
-    return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps)
+    parts = {"tables": TABLES_NAMED}
+    return compile_for(HOPPER, kernel, constants, type_of, parts=parts, num_warps=warps)
 
 
 @pytest.mark.parametrize("step", ["query", "key"])
@@ -126,14 +145,47 @@ def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool])
     [
         pytest.param(128, "bf16", PLAIN, id="causal-128"),
         pytest.param(128, "fp16", PLAIN | {"HAS_BEHIND": True}, id="window-128"),
+        pytest.param(128, "bf16", PACKED, id="packed-128"),
+        pytest.param(128, "bf16", PADDED, id="padded-128", marks=pytest.mark.slow),
         pytest.param(64, "bf16", PLAIN, id="causal-64", marks=pytest.mark.slow),
+        pytest.param(64, "bf16", EVERY, id="every mask-64", marks=pytest.mark.slow),
     ],
 )
 def test_the_backward_kernels_compile_within_the_limits(
     step: str, depth: int, dtype: str, flags: dict[str, bool]
 ) -> None:
     compiled = _compile_backward(step, depth, dtype, flags)
-    ptx = within_limits(compiled, HOPPER, _spills() if step == "key" else 0)
+    stack = max(_spills_with(flags), _spills(step, depth))
+    ptx = within_limits(compiled, HOPPER, stack)
     assert "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg" in ptx
     assert len(re.findall("wgmma.mma_async", ptx)) > len(re.findall("wgmma.wait_group", ptx)) * 3
+
+
+@pytest.mark.parametrize("ours_are_queries", [True, False], ids=["queries", "keys"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(PADDED, id="padded", marks=pytest.mark.slow),
+        pytest.param(PACKED, id="packed", marks=pytest.mark.slow),
+        pytest.param(EVERY, id="every mask"),
+    ],
+)
+def test_the_kernels_of_ranges_compile_within_the_limits(
+    flags: dict[str, bool], ours_are_queries: bool
+) -> None:
+    from memeff_compile.kernels.attention import ranges_kernels as kernels
+
+    def type_of(argument: str) -> str:
+        return POINTERS.get(argument, "i32")
+
+    others = 128 if ours_are_queries else 64
+    sizes = {"OURS": 128, "OTHERS": others, "CHUNK": ranges.CHUNK // others}
+    constants = {**flags, **sizes, "OURS_ARE_QUERIES": ours_are_queries}
+    kernel, parts = kernels._attention_ranges_kernel, {"tables": TABLES_NAMED}
+    warps = ranges.WARPS
+    compiled = compile_for(HOPPER, kernel, constants, type_of, parts=parts, num_warps=warps)
+    within_limits(compiled, HOPPER, stack=64)
+    order = kernels._attention_ranges_order_kernel
+    constants = {"OURS": ranges.SORTED, "OTHERS": ranges.COMPARED}
+    within_limits(compile_for(HOPPER, order, constants, type_of, num_warps=warps), HOPPER)

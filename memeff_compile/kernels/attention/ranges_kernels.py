@@ -1,0 +1,199 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Kernels that prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
+
+One kernel finds the tiles that each tile visits, and the first and the last visible position for
+each position. The other kernel sorts the tiles by their work. The module `ranges` describes the
+results.
+
+In variable names, "ours" is the tile of the program, and "others" are the tiles that it visits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._triton.key_tiles_kernels import (
+    FAR,
+    _table_of,
+    _visited,
+    ids_of,
+    keys_shown,
+    which_count,
+)
+
+FIELDS = tl.constexpr(8)  # numbers per tile
+PART = tl.constexpr(32)  # visited positions that are compared at a time
+NOWHERE = tl.constexpr(2**30)  # above every position
+# Arguments for whose values no kernel is compiled again.
+VARYING = ["ahead", "behind", "queries", "keys", "tiles"]
+
+
+@triton.jit
+def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
+    """Return the first and the last of `PART` visited positions that each of the program's
+    positions sees, and the number of such positions.
+    """
+    place, is_ours = mine
+    their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
+    their = (start + tl.arange(0, PART)).to(tl.int32)
+    is_their = their < length
+    their_id = ids_of(ids_ptr, their, is_their, C)
+    if their_mask:
+        is_their = keys_shown(mask_ptr, their, is_their)
+    if C.OURS_ARE_QUERIES:
+        found = which_count((place, own_id), (their, their_id), is_their, span, 0, C)
+        found = found & is_ours[:, None]
+    else:
+        found = which_count((their, their_id), (place, own_id), is_ours, span, 1, C)
+        found = found & is_their[None, :]
+    return _ends(found, their, their + 1)
+
+
+@triton.jit
+def _ends(found, start, stop):
+    """Return, for each row, the first and the last position of the parts that a row sees, and the
+    number of positions in these parts.
+    """
+    low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
+    high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)
+    return low, high, tl.sum(tl.where(found, (stop - start)[None, :], 0), axis=1)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _attention_ranges_kernel(
+    tables,  # `key_tiles.Tables`
+    ranges_ptr,  # `ranges.find`'s result
+    ahead,
+    behind,
+    queries,
+    keys,
+    tiles,  # of one sequence
+    C: tl.constexpr,
+    # OURS: positions per tile
+    # CHUNK: tiles of others looked at together
+):
+    tile = tl.program_id(0) % tiles
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    batches = tl.num_programs(0) // tiles
+    mask_ptr = tables.key_mask + batch * tables.mask_batch
+    query_ids_ptr = tables.query_ids + batch * tables.query_ids_batch
+    key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
+    place = tile * C.OURS + tl.arange(0, C.OURS)
+    span = (ahead, behind)
+    SIZES: tl.constexpr = (C.OURS, C.OTHERS)
+    OUR_MASK: tl.constexpr = C.HAS_KEY_MASK and not C.OURS_ARE_QUERIES
+    THEIR_MASK: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
+    if C.OURS_ARE_QUERIES:
+        first, full_first, full_stop, stop = _visited(
+            tile, (queries, keys), span, SIZES, (C.HAS_AHEAD, C.HAS_BEHIND)
+        )
+        length, count = queries, keys
+        our_ids_ptr, their_ids_ptr = query_ids_ptr, key_ids_ptr
+    else:
+        first, full_first, full_stop, stop = _visited(
+            tile, (keys, queries), (behind, ahead), SIZES, (C.HAS_BEHIND, C.HAS_AHEAD)
+        )
+        length, count = keys, queries
+        our_ids_ptr, their_ids_ptr = key_ids_ptr, query_ids_ptr
+    some, every, low, high = _table_of(
+        our_ids_ptr, mask_ptr, place[None, :], length, OUR_MASK, C.HAS_IDS
+    )
+    is_ours = place < length
+    own_id = ids_of(our_ids_ptr, place, is_ours, C)
+    if OUR_MASK:
+        is_ours = keys_shown(mask_ptr, place, is_ours)
+    lowest = tl.full((C.OURS,), NOWHERE, dtype=tl.int32)
+    highest = tl.full((C.OURS,), -1, dtype=tl.int32)
+    number = tl.zeros((C.OURS,), dtype=tl.int32)
+    # The first and the last visited tile, the first complete tile and the first later tile that is
+    # not complete, and the same for tiles of which the mask hides no key.
+    least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
+    clean, dirty = batch * 0 + FAR, batch * 0 + FAR
+    for chunk in tl.range(first // C.CHUNK, (stop + C.CHUNK - 1) // C.CHUNK, num_stages=1):
+        other = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
+        places = other[:, None] * C.OTHERS + tl.arange(0, C.OTHERS)[None, :]
+        their_some, their_every, their_low, their_high = _table_of(
+            their_ids_ptr, mask_ptr, places, count, THEIR_MASK, C.HAS_IDS
+        )
+        visited = (other >= first) & (other < stop) & (some * their_some != 0)
+        complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
+        if C.HAS_IDS:
+            visited = visited & (low <= their_high) & (their_low <= high)
+            complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
+        is_clean = (other >= first) & (their_every != 0)
+        # A tile of one id, without hidden positions, is visible to a position as a whole or not at
+        # all. Positions of other visited tiles are compared one by one.
+        is_one = (other >= full_first) & (other < full_stop) & (their_every != 0)
+        seen = is_one[None, :] & is_ours[:, None]
+        if C.HAS_IDS:
+            is_one = is_one & (their_low == their_high)
+            seen = seen & is_one[None, :] & (own_id.to(tl.int64)[:, None] == their_low[None, :])
+        begin = other * C.OTHERS
+        low_here, high_here, more = _ends(seen, begin, tl.minimum(begin + C.OTHERS, count))
+        lowest, highest = tl.minimum(lowest, low_here), tl.maximum(highest, high_here)
+        number += more
+        is_mixed = (visited & (is_one == 0)).to(tl.int64)
+        bits = tl.sum(is_mixed << (other % C.CHUNK).to(tl.int64), axis=0)
+        for index in tl.range(0, C.CHUNK, num_stages=1):
+            if (bits >> index) & 1 != 0:
+                for part in tl.range(0, C.OTHERS, PART, num_stages=1):
+                    at = (chunk * C.CHUNK + index) * C.OTHERS + part
+                    low_here, high_here, more = _range_of(
+                        at, (place, is_ours), span, count, own_id, their_ids_ptr, mask_ptr, C
+                    )
+                    lowest, highest = tl.minimum(lowest, low_here), tl.maximum(highest, high_here)
+                    number += more
+        other = other.to(tl.int64)
+        least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
+        whole = tl.minimum(whole, tl.min(tl.where(complete, other, FAR), axis=0))
+        broken = tl.minimum(
+            broken, tl.min(tl.where((complete == 0) & (other > whole), other, FAR), axis=0)
+        )
+        clean = tl.minimum(clean, tl.min(tl.where(is_clean, other, FAR), axis=0))
+        dirty = tl.minimum(
+            dirty, tl.min(tl.where((is_clean == 0) & (other > clean), other, FAR), axis=0)
+        )
+    end = most + 1
+    least = tl.minimum(least, end)
+    whole = tl.minimum(whole, end)
+    broken = tl.maximum(tl.minimum(broken, end), whole)
+    clean = tl.minimum(clean, end)
+    dirty = tl.maximum(tl.minimum(dirty, end), clean)
+    has_gaps = (number > 0) & (number != highest - lowest + 1)
+    found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
+    tl.store(found_ptr, least.to(tl.int32))
+    tl.store(found_ptr + 1, whole.to(tl.int32))
+    tl.store(found_ptr + 2, broken.to(tl.int32))
+    tl.store(found_ptr + 3, end.to(tl.int32))
+    tl.store(found_ptr + 4, tl.max(has_gaps.to(tl.int32), axis=0))
+    tl.store(found_ptr + 5, clean.to(tl.int32))
+    tl.store(found_ptr + 6, dirty.to(tl.int32))
+    padded = tiles * C.OURS
+    range_ptr = ranges_ptr + batches * tiles * FIELDS + batch * 2 * padded + place
+    tl.store(range_ptr, lowest)
+    tl.store(range_ptr + padded, highest)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _attention_ranges_order_kernel(
+    ranges_ptr,  # `ranges.find`'s result; its last number of each tile is written
+    tiles,  # of all sequences
+    C: tl.constexpr,
+):
+    tile = tl.program_id(0) * C.OURS + tl.arange(0, C.OURS)
+    is_tile = tile < tiles
+    found_ptr = ranges_ptr + tile.to(tl.int64) * FIELDS
+    work = tl.load(found_ptr + 3, mask=is_tile, other=0)
+    work -= tl.load(found_ptr, mask=is_tile, other=0)
+    rank = tl.zeros((C.OURS,), dtype=tl.int32)
+    for start in tl.range(0, tiles, C.OTHERS, num_stages=1):
+        other = start + tl.arange(0, C.OTHERS)
+        other_ptr = ranges_ptr + other.to(tl.int64) * FIELDS
+        more = tl.load(other_ptr + 3, mask=other < tiles, other=0)
+        more -= tl.load(other_ptr, mask=other < tiles, other=1)  # tiles outside have less than 0
+        is_before = (other[None, :] < tile[:, None]) & (more[None, :] == work[:, None])
+        is_before = is_before | (more[None, :] > work[:, None])
+        rank += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(ranges_ptr + rank.to(tl.int64) * FIELDS + 7, tile, mask=is_tile)
