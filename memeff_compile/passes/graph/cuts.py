@@ -292,6 +292,11 @@ def return_from_partition(node: Node) -> None:
     node.meta[_RETURNED] = True
 
 
+def return_if_read(node: Node) -> None:
+    """Undo `return_from_partition`: return a node only if a later partition reads it."""
+    node.meta.pop(_RETURNED, None)
+
+
 _RETURNED = "memeff_returned_from_partition"
 
 

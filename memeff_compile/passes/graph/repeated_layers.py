@@ -28,6 +28,7 @@ from .cuts import (
     is_size,
     path_of,
     return_from_partition,
+    return_if_read,
     size_inputs,
     split,
 )
@@ -68,7 +69,8 @@ def repeated_layers(info: GraphInfo) -> Repeated:
     options = info.options
     if options.regions == "off" or options.inner == "eager" or info.parent is not None:
         return Repeated()
-    borders = _borders(info)
+    residuals = _borders(info)
+    borders = [border for border in residuals if border is not None]
     if len({block_of(node) for node in borders} - {""}) < LEAST:
         return Repeated()
     if options.regions == "auto" and _are_short(info, borders):
@@ -88,19 +90,25 @@ def repeated_layers(info: GraphInfo) -> Repeated:
         return Repeated(why_not="layers_differ")
     kept: list[Node] = []
     cut: list[Hashable] = []  # the partitions that consist of one layer
-    pairs = zip((None, *borders), keys, strict=True)
-    for is_shared, each in groupby(pairs, lambda pair: count[pair[1]] >= LEAST):
+    triples = zip(keys, (None, *borders), (*borders, None), strict=True)
+    for is_shared, each in groupby(triples, lambda triple: count[triple[0]] >= LEAST):
         run = list(each)
-        found = [start for start, _ in (run if is_shared else run[:1])]
+        found = [start for _, start, _ in (run if is_shared else run[:1])]
         kept += [start for start in found if start is not None]
-        cut += [key for _, key in run] if is_shared or len(run) == 1 else []
+        if is_shared or len(run) == 1:
+            cut += [key for key, _, _ in run]
+        else:
+            for node in (node for _, _, end in run for node in residuals.get(end, ())):
+                return_if_read(node)
     # Fewer equal layers share a function too if they lie between others.
     shared = [number for number in Counter(cut).values() if number > 1]
     return Repeated(tuple(kept), sum(shared), len(shared))
 
 
-def _borders(info: GraphInfo) -> list[Node]:
-    """Return the first node of each layer, and the first node after each stack of layers.
+def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
+    """Return the first node of each layer, and the first node after each stack of layers, with the
+    nodes that the partition before it returns for `_give_residual`; the key None is the end of the
+    graph.
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
     In that partition, the compiler fuses the normalization with the addition of the previous
@@ -110,7 +118,7 @@ def _borders(info: GraphInfo) -> list[Node]:
     allowed = crossed_by_tensors(info, nodes)
     blocks = [block_of(node) for node in nodes]
     ends = {_stack(block): place + 1 for place, block in enumerate(blocks) if block}.values()
-    found: list[Node] = []
+    found: dict[Node | None, list[Node]] = {}
     current = ""
     for place, block in enumerate(blocks):
         # Nodes between two layers of a stack belong to the previous layer.
@@ -118,28 +126,28 @@ def _borders(info: GraphInfo) -> list[Node]:
             current = block
             end = place if info.needs_grad else _after_norm(nodes, place)
             if end == len(nodes):  # the graph ends with this norm, which the last layer keeps
-                _give_residual(nodes, place, end)
+                found[None] = _give_residual(nodes, place, end)
                 continue
             if nodes[end] not in allowed:
                 end = place
-            if place and nodes[end] in allowed and nodes[end] not in found[-1:]:
-                found.append(nodes[end])
-                _give_residual(nodes, place, end)
+            if place and nodes[end] in allowed and nodes[end] not in found:
+                found[nodes[end]] = _give_residual(nodes, place, end)
     return found
 
 
-def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
+def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
     """Make the partition that contains the normalization from `place` to `end` also return the
-    input of the normalization.
+    input of the normalization; return this input.
 
     The next layer reads this input. The last layer's partition returns it too, although no layer
     reads it, so that this partition has the same structure as the others.
     """
     norm = {*nodes[place:end]}
-    for node in norm:
-        for each in node.all_input_nodes:
-            if each.op not in ("placeholder", "get_attr") and each not in norm:
-                return_from_partition(each)
+    given = dict.fromkeys(each for node in norm for each in node.all_input_nodes)
+    found = [n for n in given if n.op not in ("placeholder", "get_attr") and n not in norm]
+    for node in found:
+        return_from_partition(node)
+    return found
 
 
 def _after_norm(nodes: Sequence[Node], place: int) -> int:

@@ -588,6 +588,40 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
     assert len(compilations) == 3
 
 
+def test_partitions_compute_no_mask_and_copy_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass replaces the causal mask that the checkpoints take; the head shares the table."""
+    pieces: list[Any] = []
+    compile_one = compat.compile_with_aot_eager
+
+    def seen(gm: Any, inputs: Any) -> Any:
+        pieces.append(gm)
+        return compile_one(gm, inputs)
+
+    monkeypatch.setattr(compat, "compile_with_aot_eager", seen)
+    model = _llama(tie_word_embeddings=True).double().train()
+    model.gradient_checkpointing_enable()
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    results = []
+    for regions in ("off", "on"):
+        memeff_compile.reset()
+        options = {"memeff.inner": "aot_eager", "memeff.regions": regions}
+        call = torch.compile(model, backend="memeff", options=options)
+        model.zero_grad()
+        for _ in range(2):  # gradients add up
+            call(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        results.append(model_gradients(model))
+        results[-1] = [each.clone() for each in results[-1]]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+    _, *shared = pieces
+    assert len(shared) == 3
+    for piece in shared:
+        nodes = piece.graph.nodes
+        assert not any("embedding_tied" in str(node.target) for node in nodes)
+        given = [compat.example_value(node) for node in piece.graph.output_node().args[0]]
+        assert not any(value.dtype == torch.bool for value in given if value is not None)
+    memeff_compile.reset()
+
+
 def test_the_last_layer_of_a_model_without_a_head_equals_the_others(
     compilations: list[int],
 ) -> None:
@@ -623,8 +657,8 @@ def _key(function: Callable[..., Any], *inputs: Any) -> Any:
 class Normed(Block):
     """A block whose norm reads the residual."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width=width)
         self.norm = nn.RMSNorm(WIDTH)
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -635,8 +669,8 @@ class Normed(Block):
 class NormedNet(Net):
     """The blocks end in a norm, as in language models."""
 
-    def __init__(self) -> None:
-        super().__init__([Normed() for _ in range(BLOCKS)])
+    def __init__(self, others: tuple[int, ...] = ()) -> None:
+        super().__init__([Normed(width) for width in (*[WIDTH] * BLOCKS, *others)])
         self.last = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
 
 
@@ -668,6 +702,30 @@ def test_without_gradients_a_norm_belongs_to_the_layer_before(
     else:
         assert pieces == [["linear", *norm], [*linears, *norm], ["linear"]]
     assert records()["repeated_layers"] == f"{BLOCKS} layers of 1 kind, each kind compiled once"
+    memeff_compile.reset()
+
+
+@torch.no_grad()
+def test_layers_in_one_partition_return_no_residual_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three layers differ from the others, and are compiled together with the rest."""
+    returned: list[int] = []
+    compile_one = compat.compile_with_aot_eager
+
+    def seen(gm: Any, inputs: Any) -> Any:
+        returned.append(len(gm.graph.output_node().args[0]))
+        return compile_one(gm, inputs)
+
+    monkeypatch.setattr(compat, "compile_with_aot_eager", seen)
+    torch.manual_seed(0)
+    model, x = NormedNet((8, 12, 20)).double(), torch.randn(4, WIDTH, dtype=torch.float64)
+    memeff_compile.reset()
+    options = {"memeff.inner": "aot_eager", "memeff.regions": "on"}
+    found = torch.compile(model, backend="memeff", options=options)(x)
+    torch.testing.assert_close(found, model(x), rtol=1e-13, atol=1e-13)
+    assert records()["repeated_layers"].startswith(f"{BLOCKS} layers of 1 kind")
+    assert returned[-1] == 1, "the loss"
     memeff_compile.reset()
 
 
