@@ -27,7 +27,7 @@ class Turns:
 
     def __init__(self, file: Path | None) -> None:
         self.held = None if file is None else file.open("w")
-        self.compile_s = self.started = 0.0
+        self.compile_s = self.waited_s = self.started = 0.0
         self.take()
 
     def start(self) -> None:
@@ -41,7 +41,9 @@ class Turns:
     def take(self) -> None:
         """Wait for the GPU."""
         if self.held is not None:
+            begun = time.perf_counter()
             fcntl.flock(self.held, fcntl.LOCK_EX)
+            self.waited_s += time.perf_counter() - begun
 
     def give(self) -> None:
         """Let another process have it, and the memory that is only kept."""

@@ -14,7 +14,8 @@ and what the report says of layers.
 `--together` compiles the backends in one process, with the caches that it finds, and measures their
 steps in turns: that is how small differences of a step are measured. There each gradient is
 compared with that of the first backend. Processes that get the same file as `--turns` share a GPU:
-they compile in parallel, and time their steps one process after the other.
+they compile in parallel, but one process at a time runs on the GPU, also while its kernels choose
+their settings in a first run. The seconds of a first call are without the wait for other processes.
 
 `--artifacts` saves PyTorch's cache artifacts after the first call with `memeff.regions="on"`, and
 loads them in another process with empty caches; `load_s` has the seconds of that.
@@ -71,7 +72,7 @@ def model_of(arguments: argparse.Namespace) -> Any:
 class Run:
     """One backend's training step, and the cost of its first call."""
 
-    def __init__(self, model: Any, ids: torch.Tensor, backend: str) -> None:
+    def __init__(self, model: Any, ids: torch.Tensor, backend: str, turns: Turns) -> None:
         import memeff_compile
 
         self.model, self.ids, self.backend = model, ids, backend
@@ -84,9 +85,9 @@ class Run:
         PHASES.clear()
         torch._dynamo.utils.counters.clear()
         before = len(memeff_compile.graphs())
-        begun, cpu = time.perf_counter(), cpu_seconds()
+        begun, cpu = time.perf_counter() - turns.waited_s, cpu_seconds()
         self.step()
-        first = time.perf_counter() - begun
+        first = time.perf_counter() - turns.waited_s - begun
         graphs = memeff_compile.graphs()[before:]
         passes = sum(graph.seconds for graph in graphs)
         said = [r.sentence for g in graphs for r in g.records if r.code == "repeated_layers"]
@@ -190,8 +191,11 @@ def measure(arguments: argparse.Namespace, backends: list[str]) -> None:
         model.zero_grad()
     runs = []
     loading = loaded_in(arguments.load)
+    turns = Turns(arguments.turns)
+    if arguments.turns:
+        turns.start()
     for backend in backends:
-        run = Run(model, ids, backend)
+        run = Run(model, ids, backend, turns)
         print(run.row, file=sys.stderr, flush=True)
         found = run.gradients()
         if expected:
@@ -201,9 +205,8 @@ def measure(arguments: argparse.Namespace, backends: list[str]) -> None:
         runs.append(run)
     del expected
     save(arguments.save)
-    turns = Turns(arguments.turns)
-    for _ in range(arguments.steps):
-        for run in runs:
+    for turn in range(arguments.steps):
+        for run in runs if turn % 2 else runs[::-1]:
             run.timed()
     turns.give()
     common = {key: value for key, value in vars(arguments).items() if key not in NOT_IN_ROWS}
