@@ -588,40 +588,6 @@ def test_a_llama_trains_as_without(compilations: list[int], checkpointed: bool) 
     assert len(compilations) == 3
 
 
-def test_partitions_compute_no_mask_and_copy_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass replaces the causal mask that the checkpoints take; the head shares the table."""
-    pieces: list[Any] = []
-    compile_one = compat.compile_with_aot_eager
-
-    def seen(gm: Any, inputs: Any) -> Any:
-        pieces.append(gm)
-        return compile_one(gm, inputs)
-
-    monkeypatch.setattr(compat, "compile_with_aot_eager", seen)
-    model = _llama(tie_word_embeddings=True).double().train()
-    model.gradient_checkpointing_enable()
-    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
-    results = []
-    for regions in ("off", "on"):
-        memeff_compile.reset()
-        options = {"memeff.inner": "aot_eager", "memeff.regions": regions}
-        call = torch.compile(model, backend="memeff", options=options)
-        model.zero_grad()
-        for _ in range(2):  # gradients add up
-            call(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        results.append(model_gradients(model))
-        results[-1] = [each.clone() for each in results[-1]]
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
-    _, *shared = pieces
-    assert len(shared) == 3
-    for piece in shared:
-        nodes = piece.graph.nodes
-        assert not any("embedding_tied" in str(node.target) for node in nodes)
-        given = [compat.example_value(node) for node in piece.graph.output_node().args[0]]
-        assert not any(value.dtype == torch.bool for value in given if value is not None)
-    memeff_compile.reset()
-
-
 def test_the_last_layer_of_a_model_without_a_head_equals_the_others(
     compilations: list[int],
 ) -> None:
