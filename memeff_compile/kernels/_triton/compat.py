@@ -97,7 +97,8 @@ def is_kept(key: str) -> bool:
     """Return whether Triton's cache has a compiled kernel with the hash `key`."""
     from triton.runtime.cache import get_cache_manager
 
-    return any(Path(get_cache_manager(key).cache_dir).glob(f"{_GROUP}*"))
+    folder = getattr(get_cache_manager(key), "cache_dir", None)  # a cache may have no files
+    return folder is not None and any(Path(folder).glob(f"{_GROUP}*"))
 
 
 def keep_files(key: str, files: Mapping[str, bytes]) -> None:

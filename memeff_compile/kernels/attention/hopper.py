@@ -46,6 +46,8 @@ faster."""
 LEAST_ROWS, LEAST_ROWS_NARROW = 1 << 18, 1 << 19
 """The least number of queries over all heads of a measured call with ids or masks of keys, and of
 such a call with heads of 64."""
+LEAST_KEYS_WITH_TABLES = 2048
+"""The shortest sequences of a measured call with ids or masks of keys."""
 LEAST_HEADS = 16
 """The least number of heads of a measured call with ids or masks of keys. All heads share the
 ranges, so with fewer heads the time for finding the ranges counts more."""
@@ -59,9 +61,9 @@ MOST_POSITIONS = 1 << 17
 """The most positions of all sequences of a call with ids or masks of keys; the kernel that sorts
 tiles compares every two tiles."""
 LATEST = (3, 8)
-"""The latest Triton that compiles the kernels for ids and masks of keys, and the backward kernels
-for heads of 64, with few or no spilled registers. They were not timed with Triton 3.9, which spills
-more registers."""
+"""The latest Triton with which calls use the kernels for ids and masks of keys, and the backward
+kernels for heads of 64. These kernels spill more registers with Triton 3.9, with which they were
+not timed."""
 OWN = 64
 """Queries that one group of warps owns, as in the kernel."""
 CACHED = 32 << 20
@@ -101,7 +103,9 @@ def has_measured_tables(call: Call) -> bool:
     """
     batch, heads, _, queries, keys, depth = call.sizes
     positions = batch * queries
-    if queries != keys or positions > MOST_POSITIONS or heads < LEAST_HEADS:
+    if queries != keys or keys < LEAST_KEYS_WITH_TABLES:
+        return False
+    if positions > MOST_POSITIONS or heads < LEAST_HEADS:
         return False
     if not _has_measured_masks(call) or compat.release() > LATEST:
         return False

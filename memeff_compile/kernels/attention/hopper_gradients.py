@@ -27,9 +27,6 @@ from ..device import on_device, processors, was_measured
 from . import hopper
 from .call import Call
 
-LEAST_HEADS_NARROW = 32
-"""The number of heads of a measured call with a mask of keys and heads of 64. With 14 heads, and
-for short packed documents, such calls were 4 to 5 % slower."""
 LEAST_TILES = 256
 """The least number of tiles of keys, over all key heads, of a measured call; with fewer, some
 processors would compute less than others."""
@@ -78,7 +75,8 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     """
     batch, heads, groups, queries, keys, depth = call.sizes
     if call.given.has_tables():
-        is_measured, least = _has_measured_tables(call), LEAST_TILES_WITH_TABLES
+        is_measured = depth >= hopper.MEASURED and hopper.has_measured_tables(call)
+        least = LEAST_TILES_WITH_TABLES
     else:
         is_narrow = depth == hopper.NARROW and compat.release() <= hopper.LATEST
         is_measured, least = is_narrow or depth >= hopper.MEASURED, LEAST_TILES
@@ -87,15 +85,6 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     if not (is_measured and is_large and tiles >= least):
         return False
     return was_measured(call.q.device, "attention_hopper") and serves(call, grad, out)
-
-
-def _has_measured_tables(call: Call) -> bool:
-    """Return whether a call with sequence ids or a mask of keys is of a kind for which these
-    kernels were faster.
-    """
-    is_wide = call.sizes[5] >= hopper.MEASURED
-    is_faster = call.given.query_ids is None and call.sizes[1] >= LEAST_HEADS_NARROW
-    return hopper.has_measured_tables(call) and (is_wide or is_faster)
 
 
 def serves(call: Call, grad: Tensor, out: Tensor) -> bool:

@@ -13,7 +13,8 @@ masking conditions only in pairs in which some keys are hidden; pairs with hidde
 With masks of keys or sequence ids (HAS_BOUNDS), a table that `ranges.find` made contains the tiles
 that each tile of queries visits, and the first and the last visible key of each query. If all keys
 between them are visible, the kernel compares positions with these two numbers; otherwise it reads
-the mask and the ids.
+the mask and the ids. In tiles that a mask of keys touches, it also reads this mask to replace
+hidden keys and values, which may be nan, by zeros.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
 
 With padding and with packed documents, each query sees the keys from a first to a last one, and
-each key is seen by the queries from a first to a last one. A kernel then compares positions with
-two numbers of each query or key, and reads no mask and no ids in its innermost loop. The ranges are
-computed on the GPU, without waiting for the CPU. Masks and ids in which a position sees others with
-gaps between them are marked, and the kernels then also read the mask and the ids.
+each key is seen by the queries from a first to a last one. To find the visible pairs, a kernel then
+compares positions with two numbers of each query or key. The ranges are computed on the GPU,
+without waiting for the CPU. Masks and ids in which a position sees others with gaps between them
+are marked, and for them the kernels also read the mask and the ids. The forward kernel and the
+kernel for the gradient of q always read the mask of keys in tiles that it touches, to replace
+hidden keys and values, which may be nan, by zeros.
 """
 
 from __future__ import annotations

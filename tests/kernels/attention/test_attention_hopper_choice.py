@@ -76,19 +76,10 @@ def test_calls_like_the_measured_ones_use_them(
     assert choices(call_of(sizes, depth, masks=masks, **settings)) == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "masks", "backward"),
-    [
-        ((4, 32, 8, 4096), "key_mask", True),
-        ((4, 32, 8, 4096), "ids", False),
-        ((8, 16, 4, 4096), "key_mask", False),
-        ((8, 16, 4, 4096), "ids", False),
-    ],
-)
-def test_heads_of_64_use_fewer_in_the_backward_pass(
-    sizes: Sizes, masks: str, backward: bool
-) -> None:
-    assert choices(call_of(sizes, 64, masks=masks)) == (True, backward)
+@pytest.mark.parametrize("masks", ["key_mask", "ids"])
+@pytest.mark.parametrize("sizes", [(4, 32, 8, 4096), (8, 16, 4, 4096)])
+def test_heads_of_64_use_them_in_the_forward_pass_alone(sizes: Sizes, masks: str) -> None:
+    assert choices(call_of(sizes, 64, masks=masks)) == (True, False)
 
 
 def test_padding_without_a_causal_mask_uses_them() -> None:
@@ -122,6 +113,7 @@ def test_padding_without_a_causal_mask_uses_them() -> None:
         {"sizes": (1, 32, 8, 16384), "depth": 64},
         {"sizes": (128, 32, 8, 2048)},  # many positions
         {"sizes": (2, 32, 8, 2048)},  # small
+        {"sizes": (64, 32, 8, 1024)},  # short
         {"sizes": (1, 32, 8, 8192), "depth": 64},
         {"sizes": (2, 32, 8, 4096), "depth": 64},
     ],
