@@ -302,8 +302,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Go forward from a node through ops that only move data; return the first other ops on each
-    path, or the node's own op if the node itself does more than move data.
+    """Return the ops that read a node's values, also through ops that only move data; if the node
+    itself does more than move data, return its own op.
     """
     found: list[Any] = []
     ways, seen = [node], {node}

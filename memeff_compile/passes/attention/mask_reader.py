@@ -49,7 +49,7 @@ class Value:
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
         """Return a tensor whose elements are the elements of this tensor at `index`; by default,
-        the new tensor has the shape of this one.
+        both tensors have the same shape.
         """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
@@ -174,7 +174,7 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and all nodes on which it depends that were not read yet; each node comes
+    """Return ``node`` and the nodes on which it depends, except those already read; each node comes
     after its operands.
     """
     found: list[Node] = []

@@ -30,7 +30,7 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
-    With a target, kind is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
+    With a target, ``kind`` is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
     log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, kind is
     ``lse`` (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p),
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
@@ -168,7 +168,7 @@ _TAIL_NAMES = frozenset(
 
 
 class TailReader:
-    """The reader of results that the nodes of one graph compute from logits."""
+    """Recognizes the results that the nodes of one graph compute from logits."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
