@@ -103,8 +103,8 @@ def linear_cross_entropy(
     Args:
         hidden: (..., D), bf16, fp16, fp32 or fp64. If `weight` is a DTensor, `hidden` is a DTensor
             or a tensor that is equal on all ranks.
-        weight: (V, D), in the dtype of `hidden`; or a DTensor that is split over ranks by
-            vocabulary entries, as ColwiseParallel splits it. Then call this function on all ranks.
+        weight: (V, D), in the dtype of `hidden`; or a DTensor split over ranks by vocabulary
+            entries, as by ColwiseParallel. With a DTensor, call this function on all ranks.
         target: (...), int64 or int32 class indices.
         bias: (V,) or None; if `weight` is split over ranks, `bias` is split in the same way.
         ignore_index: rows with this target do not count in the loss; None: every row counts.

@@ -465,7 +465,7 @@ class GraphReport:
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return the report with the result of `memeff.verify` from the graph's first run.
 
-        If ``undo`` is set, the original graph runs from now on, and the report counts no change of
+        If ``undo`` is set, the original graph runs from now on, and the report counts no rewrite of
         this graph.
         """
         records = [

@@ -428,8 +428,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         gradients the user has set.
 
         Raise MemeffError if a weight still has a gradient because its hook did not run. As with any
-        optimizer, a closure computes the loss and its gradients again; its backward pass updates
-        the weights.
+        optimizer, a closure computes the loss and its gradients again; the backward pass of the
+        closure updates the weights.
         """
         with torch.enable_grad():
             result = None if closure is None else closure()

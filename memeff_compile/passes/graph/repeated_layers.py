@@ -132,8 +132,8 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> None:
     """Make the partition that contains the normalization from `place` to `end` also return the
     input of the normalization.
 
-    The next layer reads this input. The last layer's partition returns it too, although no layer
-    reads it, so that this partition has the same structure as the others.
+    The next layer reads this input. In the last layer, no layer reads it, but the partition returns
+    it too, so that all partitions have the same structure.
     """
     norm = {*nodes[place:end]}
     for node in norm:

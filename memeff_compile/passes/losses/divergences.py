@@ -44,7 +44,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the output projection, and of the steps from it to the softmax."""
+        """Return the nodes from the output projection (included) to the softmax (excluded)."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))

@@ -788,8 +788,8 @@ _UNFOLDED_HINTS = {
 def fold(chain: Chain) -> Modifiers | Decline:
     """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
 
-    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
-    classes.
+    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the classes
+    that the steps keep.
     """
     pairs: list[tuple[str, Any]] = []
     factors: list[Factor] = []

@@ -130,7 +130,7 @@ def reads_a_size(node: Node) -> bool:
 
 def unread(node: Node) -> list[Node]:
     """Return a node and all nodes that depend on it, if the graph returns no result of these nodes
-    and they have no side effects; otherwise return an empty list.
+    and none of them has side effects; otherwise return an empty list.
     """
     found, queue = dict[Node, None](), [node]
     while queue:
@@ -748,7 +748,7 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
     """Return losses and other results of the logits, losses first, without those results that are
-    only steps in the computation of another one in the list.
+    only steps in the computation of another result in the list.
 
     For example, a logsumexp may be a step of log-probabilities.
     """
