@@ -3,7 +3,7 @@ logits.
 
 A *tail* is a node that computes a result from logits, if memeff::linear_cross_entropy can compute
 that result, too. A *site* is an output projection and all tails of its logits. If a node looks like
-a loss but is not recognised, `TailReader` returns a `Decline`.
+a loss but is not recognised, `TailReader` returns a `Decline` (the reason).
 """
 
 from __future__ import annotations
