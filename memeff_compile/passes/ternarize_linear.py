@@ -12,7 +12,7 @@ which multiplies packed codes with integer sums.
 The codes of inputs and weights equal those that the model's own operations compute. The op
 memeff::ternary_linear sums the products of codes exactly, whereas a dense linear layer rounds both
 operands first. In training, memeff::ternary_linear saves the codes for the backward pass (two bits
-per weight and eight per input element) instead of two full tensors; the backward pass decodes the
+per weight and eight per input element) instead of two full tensors. The backward pass decodes the
 codes to the values that the model itself would multiply. Layers with the same input share the codes
 of that input. If no gradient is needed, the pass inserts a single op instead of the three ops that
 quantise the input, pack the weight and multiply the two.

@@ -463,8 +463,8 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values with the shape and dtype of the given keys and
-        values; raise an error if keys or values of this shape and dtype cannot be encoded.
+        """Allocate the tensors for keys and values; raise an error if keys or values with the shape
+        and dtype of the given ones cannot be encoded.
         """
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:

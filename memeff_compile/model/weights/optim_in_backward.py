@@ -184,7 +184,7 @@ class _Queue:
 
     def settle(self) -> None:
         """Wait until the CPU knows, for each new value in the queue, whether its codes fitted into
-        the memory of the old codes; if the codes of a value did not fit, encode the value again.
+        the memory of the old codes; encode again each value whose codes did not fit.
         """
         with self.lock:
             self._encode()

@@ -82,7 +82,7 @@ class MaskReader:
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
         """Return which keys a mask makes visible, as a formula over the axes of the scores, or None
-        if the mask may be a bias (add other numbers than zero to visible keys)."""
+        if the mask may add other numbers than zero to visible keys, as a bias does."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)

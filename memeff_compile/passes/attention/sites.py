@@ -568,8 +568,8 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors that are applied between the mask and the product of queries and keys, in the
-    order in which they are found (softcap, tanh, scale), from the mask back to the product.
+    """The factors that are applied to the scores before the mask, listed from the mask back to the
+    product of queries and keys (softcap, tanh, scale).
 
     The object does not record the sign of each factor, only the sign of their product, because tanh
     is odd.

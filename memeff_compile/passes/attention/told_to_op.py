@@ -248,8 +248,8 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return the given node with its graph; if the node is an input of a checkpoint's body, also
-    return the node that the surrounding graph passes for this input, and so on outwards.
+    """Return the given node with its graph; if it is an input of a checkpoint's body, also return
+    the node that the surrounding graph passes for it, and so on outwards.
     """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:

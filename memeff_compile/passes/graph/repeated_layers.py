@@ -231,9 +231,9 @@ def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hasha
     """Merge sizes that each layer has separately, such as the length of its cache.
 
     Sizes of two layers correspond if their names are equal without the layer number. If layers are
-    equal apart from such sizes, and the sizes have equal values in the current call, the sizes
-    become one size, and guards make Dynamo compile the graph again if the sizes differ in a later
-    call. Return whether at least two sizes became one.
+    equal apart from these sizes, and the sizes have equal values in the current call, they become
+    one size. Guards make Dynamo compile the graph again if the sizes differ in a later call. Return
+    whether at least two sizes became one.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:

@@ -65,8 +65,7 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks, so that one call of the fused op over all rows computes the per-row numbers for
-    all these tails.
+    such as chunks: one call of the fused op then computes the numbers of all rows.
 
     The ranges are not combined if together they have less than half of the rows.
     """

@@ -277,8 +277,7 @@ class HeadReader:
 
     def input_in_weight(self, head: Head) -> Node | None:
         """If a weight is computed from a graph input that is no parameter or buffer, return this
-        input, because the product is then no output projection; an example is the product of two
-        encoders' outputs.
+        input. The product (for example of two encoders' outputs) is then no output projection.
 
         Otherwise, or if the weight is an input itself, return None.
         """
