@@ -98,17 +98,17 @@ def linear_cross_entropy(
     of logits at a time.
 
     The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
-    cap if softcap is 0. Under autocast, hidden and weight are cast as F.linear would cast them.
+    cap if `softcap` is 0. Under autocast, `hidden` and `weight` are cast as by F.linear.
 
     Args:
-        hidden: (..., D), bf16, fp16, fp32 or fp64. If weight is a DTensor, hidden is a DTensor or a
-            tensor that is equal on all ranks.
-        weight: (V, D), in the dtype of hidden; or a DTensor that is split over ranks by vocabulary
-            entries, as ColwiseParallel splits it. With a DTensor, call this function on all ranks.
+        hidden: (..., D), bf16, fp16, fp32 or fp64. If `weight` is a DTensor, `hidden` is a DTensor
+            or a tensor that is equal on all ranks.
+        weight: (V, D), in the dtype of `hidden`; or a DTensor split over ranks by vocabulary
+            entries, as by ColwiseParallel. With a DTensor, call this function on all ranks.
         target: (...), int64 or int32 class indices.
-        bias: (V,) or None; if weight is split over ranks, bias is split in the same way.
+        bias: (V,) or None; if `weight` is split over ranks, `bias` is split in the same way.
         ignore_index: rows with this target do not count in the loss; None: every row counts.
-        reduction: "mean" over the rows that count (weighted by class_weight, if given), "sum" or
+        reduction: "mean" over the rows that count (weighted by `class_weight`, if given), "sum" or
             "none".
         scale: a factor on the logits, as in the formula above.
         softcap: the bound of the logits in the formula above; 0 means no bound.
@@ -120,12 +120,12 @@ def linear_cross_entropy(
         return_stats: also return `Stats`, which the same kernels compute.
 
     Returns:
-        The loss in fp32 (fp64 for fp64 inputs): a scalar, or a tensor shaped like target for
+        The loss in fp32 (fp64 for fp64 inputs): a scalar, or a tensor shaped like `target` for the
         reduction "none"; with `return_stats`, the pair of loss and `Stats`.
 
     Raises:
         UnsupportedInputError: a dtype, shape, layout or setting is not supported.
-        TargetRangeError: on the CPU, a target is outside of the vocabulary and is not ignore_index.
+        TargetRangeError: on the CPU, a target other than `ignore_index` is not in the vocabulary.
 
     Example: linear_cross_entropy(hidden, head.weight, labels) equals
     F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()), except for rounding.

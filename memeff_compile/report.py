@@ -341,7 +341,7 @@ class LogitsUse:
 
     def advice(self) -> str:
         """Return a sentence that names the op that read the logits, its source line, the number of
-        steps in which it read them, and an alternative; "" if no op read the logits.
+        steps with such reads, and an alternative; "" if no op read the logits.
         """
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
@@ -465,7 +465,7 @@ class GraphReport:
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return the report with the result of `memeff.verify` from the graph's first run.
 
-        If ``undo`` is set, the original graph runs from now on, and the report counts no change of
+        If ``undo`` is set, the original graph runs from now on, and the report counts no rewrite of
         this graph.
         """
         records = [

@@ -127,9 +127,8 @@ def _stays_gathered(head: nn.Module) -> None:
     """Keep the weights of an FSDP2 group gathered from now until the backward pass; in inference,
     let FSDP2 free them as usual.
 
-    The loss usually runs inside of the outermost module's forward pass, and FSDP2 would hold a
-    second copy of the gathered weights until the end of this forward pass; so this function also
-    frees that copy.
+    FSDP2 holds a second copy of the gathered weights until the end of the outermost module's
+    forward pass, in which the loss usually runs. So this function also frees the second copy.
     """
     compat.keep_gathered(head, torch.is_grad_enabled())
     compat.free_last_gather(head)

@@ -3,8 +3,8 @@
 
 The backend analyses the graph twice: before the passes and after them. After compilation, functions
 of this module wrap the compiled graph, for example to check its first call. Each of these functions
-takes the compiled callable and the `Trip` object, and returns a callable that takes the same
-arguments as the compiled one, or the compiled callable itself if no wrapping is needed.
+takes the compiled callable and the `Trip` object, and returns a callable with the same arguments;
+if no wrapping is needed, the function returns the compiled callable itself.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class ToyModel(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean loss of the task to predict each token id from the same token id; the ids
-        are an int64 tensor of shape (tokens,).
+        """Return the mean loss of predicting each token id from itself; the ids are an int64 tensor
+        of shape (tokens,).
         """
         logits = self.head(self.embed(ids))
         return nn.functional.cross_entropy(logits, ids)

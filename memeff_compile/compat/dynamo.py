@@ -403,7 +403,7 @@ def names_around() -> dict[str, Any]:
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:
     """Tell Dynamo that the size of a dimension differs between calls; unlike `mark_dynamic`, this
-    lets traced code specialize on the size."""
+    function lets traced code specialize on the size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 

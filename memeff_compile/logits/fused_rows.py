@@ -253,8 +253,8 @@ class FusedRows:
     """The gradient of some rows of logits z, of their log-probabilities or of their probabilities,
     as a few numbers per row.
 
-    The fields outer, nll, lse, total and plogp have one number per row, w has one number per class.
-    With p = softmax(z) and its entropy H, the gradient in a row and column j is::
+    The fields `outer`, `nll`, `lse`, `total` and `plogp` have one number per row; `w` has one per
+    class. With p = softmax(z) and its entropy H, the gradient in a row and column j is::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))

@@ -60,8 +60,8 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """The autograd function that computes, for each row of logits z with target t, their
-    log-sum-exp lse, the loss nll = lse - z_t, and the sum of z with one weight per class.
+    """The autograd function that computes, for each row z of logits with target t, the log-sum-exp
+    lse, the loss nll = lse - z_t, and the sum of z weighted per class.
 
     For each row of log-probabilities l, the function computes nll = -l_t and the weighted sum of l.
     """

@@ -4,7 +4,7 @@ decoded weight for the backward pass.
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
 W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
-pass, each linear would decode W, and autograd would keep every layer's decoded weight for the
+pass, each linear layer would decode W, and autograd would keep every layer's decoded weight for the
 backward pass, so compression would save no memory. The op memeff::coded_weight_linear saves the
 compressed weight, and its backward pass decodes the weight again. The pass runs before autograd
 traces the graph, inside activation checkpoints too.
@@ -43,7 +43,7 @@ from .graph.graph_info import GraphInfo, kind_among, node_name
 
 @dataclass(frozen=True)
 class Coded:
-    """A linear with a compressed weight, or another node that reads a compressed weight."""
+    """A linear layer with a compressed weight, or another node that reads a compressed weight."""
 
     node: Node
     weight: Node
@@ -53,7 +53,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Several:
-    """Linears that have the same input, in graph order.
+    """Linear layers that have the same input, in graph order.
 
     `split` is the reason why further linear layers with the same input are not included.
     """

@@ -349,8 +349,8 @@ class _Expansion:
     def _projection(
         self, source: Node, weight: Node | None, bias: Node | None, parts: int
     ) -> list[Node]:
-        """Insert one linear, and return its result split into tensors (batch, heads, length, head
-        size)."""
+        """Insert one linear layer, and return its result split into tensors (batch, heads, length,
+        head size)."""
         x, batch = self._batch_first(source)
         x = self.call(aten.linear.default, self._cast(x), weight, bias)
         sizes = [parts, self.heads, self.width // self.heads]

@@ -368,10 +368,10 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """On each rank, looked-up rows may be partial sums; return whether a node that reads such rows
-    first adds up the partial sums over ranks.
+    """Return whether a node that reads looked-up rows, which may be partial sums on each rank,
+    first adds them up over the ranks.
 
-    If the node does so, every rank gets the complete rows.
+    If the node adds them up, every rank gets the complete rows.
     """
     if node_name(user) in _MOVES:
         return True

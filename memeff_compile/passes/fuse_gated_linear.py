@@ -77,7 +77,7 @@ class FuseGatedLinear(GraphPass):
         return None if found is None else found.counted(match.linear)
 
     def places(self, match: Gated) -> Sequence[Node]:
-        """Return the linear and the nodes that compute its input."""
+        """Return the linear layer and the nodes that compute its input."""
         return (match.linear, match.product, match.activated)
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:

@@ -17,8 +17,8 @@ Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), 
 A *site* is one output projection and every consumer of its logits that the fused op supports:
 cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits
 (argmax, entropy, losses without a gradient). Consumers that use the same rows (tokens) and targets
-share one call of the fused op. Sums and means over rows stay ATen nodes, so the mean of a batch
-without any counted token is nan, as in eager PyTorch.
+share one call of the fused op. Sums and means over rows stay ATen nodes, so the mean is nan if all
+tokens of a batch are ignored, as in eager PyTorch.
 
 The pass declines if one of these conditions holds:
 

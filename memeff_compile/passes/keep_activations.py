@@ -13,7 +13,7 @@ queries and keys, the checkpoint saves the result of these steps instead. That r
 size, and saving it spares the backward pass more work.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
-per byte; among results with equal time per byte, those of later blocks come first. A linear's
+per byte; among results with equal time per byte, those of later blocks come first. A linear layer's
 result is not saved if the backward pass does not read it (because it is only added to the residual
 and leaves the block), or if `memeff::gated_linear` overwrites it.
 """
@@ -227,8 +227,8 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Return a linear or an attention call whose result a checkpoint could save, or the reason why
-    it cannot be saved; return None for all other nodes."""
+    """Return a linear layer or an attention call whose result a checkpoint could save, or the
+    reason why it cannot be saved; return None for all other nodes."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
@@ -302,8 +302,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Go forward from a node through ops that only move data; return the first other ops on each
-    path, or the node's own op if the node itself does more than move data.
+    """Return the ops that read a node's values, also through ops that only move data; if the node
+    itself does more than move data, return its own op.
     """
     found: list[Any] = []
     ways, seen = [node], {node}

@@ -72,7 +72,7 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call over caches to which the graph wrote, with its caches and mask."""
+    """An attention call that reads caches to which the graph has written; its caches and mask."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -182,8 +182,8 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether the memory of ``node`` is one of ``storages``, or ``node`` is a copy of a node
-    for which this holds.
+    """Return whether the memory of ``node`` is one of ``storages``, or ``node`` is a copy (of a
+    copy) of a node whose memory is one of them.
     """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)

@@ -9,13 +9,13 @@ which multiplies packed codes with integer sums.
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes equal those that the model's own operations compute. The op memeff::ternary_linear sums
-the products of codes exactly, whereas a dense linear rounds both operands first. In training,
-memeff::ternary_linear saves the codes for the backward pass (two bits per weight and eight per
-input element) instead of two full tensors; the backward pass decodes the codes to the values that
-the model itself would multiply. Linears with the same input share the codes of that input. If no
-gradient is needed, the pass inserts a single op instead of the three ops that quantise the input,
-pack the weight and multiply the two.
+The codes of inputs and weights equal those that the model's own operations compute. The op
+memeff::ternary_linear sums the products of codes exactly, whereas a dense linear layer rounds both
+operands first. In training, memeff::ternary_linear saves the codes for the backward pass (two bits
+per weight and eight per input element) instead of two full tensors. The backward pass decodes the
+codes to the values that the model itself would multiply. Layers with the same input share the codes
+of that input. If no gradient is needed, the pass inserts a single op instead of the three ops that
+quantise the input, pack the weight and multiply the two.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from .ternary.products import Product, read_product
 
 @dataclass(frozen=True)
 class Site:
-    """A linear whose two operands were recognized as quantised, or the reason why one of them was
-    not.
+    """A linear layer whose two operands were recognized as quantised, or the reason why one of them
+    was not.
     """
 
     linear: Node
@@ -247,7 +247,7 @@ def _is_trained(info: GraphInfo, site: Site) -> bool:
 
 
 def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
-    """Return whether the operands of a linear are computed before the first linear of the group."""
+    """Return whether the operands of a layer are computed before the first layer of the group."""
     first, (weight, tokens) = group.sites[0], site.both
     needed = [weight.source, *([site.bias] if site.bias is not None else [])]
     mine, theirs = info.tensor(site.linear), info.tensor(first.linear)
@@ -322,8 +322,8 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
-    """Return the reason why memeff::ternary_linear does not support a linear, would change its
-    result or would save nothing. Return None if the op supports the linear.
+    """Return the reason why memeff::ternary_linear does not support a linear layer, would change
+    its result or would save nothing. Return None if the op supports the layer.
     """
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:

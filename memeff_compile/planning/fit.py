@@ -76,7 +76,7 @@ def _compressed(
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
     `write` lists the lines of user code that apply the setting, with one letter for each line; `{}`
-    in it is replaced by the first letter of the codec.
+    in these lines is replaced by the first letter of the codec.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}

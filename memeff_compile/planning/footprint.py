@@ -299,7 +299,7 @@ class _Replay:
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
         """Yield the tensors that exist at a moment in the whole model; for a moment in a captured
-        middle block, yield the tensors for the first and for the last of the blocks that this block
+        middle block, yield them for the first and for the last block that the captured one
         represents.
         """
         phase, block, is_outside = place

@@ -204,8 +204,8 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
     """Return several pairs of batch size and length near the user's pair, which comes first.
 
-    If `told` does not distinguish the batch size (or the length) from other sizes, this number
-    equals the user's at every point.
+    If `told` has no batch size, all pairs have the user's batch size; if it has no length, all
+    pairs have the user's length.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

@@ -4,10 +4,10 @@ Inductor writes a value to memory only if one of its readers cannot compute the 
 matrix product, another library op, the graph's output, or a kernel of another shape. This module
 uses a simplified form of Inductor's rules:
 
-- views take no memory; pointwise values are computed inside the kernels that read them, unless a
-  matrix product reads them, they are outputs of the graph, or several readers would recompute a
-  long chain;
-- kernels that read the same large buffer over the same elements are one kernel, if no matrix
+- views take no memory; a pointwise value is computed inside the kernels that read it, unless a
+  matrix product reads it, it is an output of the graph, or several readers would recompute a
+  long chain of ops;
+- ops that read the same large buffer over the same elements are fused into one kernel, if no matrix
   product comes between them, so all results of this kernel exist at once;
 - kernels run in graph order, each as early as its first node allows; a buffer is freed after its
   last reader; a kernel may overwrite a buffer that only this kernel reads;

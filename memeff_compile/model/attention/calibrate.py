@@ -10,9 +10,9 @@ enough; the mean score does not count.
 With the argument `share`, this share of the attention calls gets the more precise of two levels. To
 choose these calls, the model runs again for each call, with only this call in low bits, once at
 each of the two levels. The difference between the two changes of the model's output measures the
-harm of the less precise level. Any change makes the rest of a 16-bit model round differently, more
-so in early layers, and this part cancels in the difference. A layer whose own result changes little
-may change the output much, and the reverse.
+harm of the less precise level. Any change in a call also makes all later layers of a 16-bit model
+round differently, most of all if the call is in an early layer; this effect cancels in the
+difference. A layer whose own result changes little may change the output much, and the reverse.
 """
 
 from __future__ import annotations

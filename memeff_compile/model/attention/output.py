@@ -13,10 +13,10 @@ ROWS = 512
 
 
 def main_output(result: Any) -> tuple[Tensor, bool] | None:  # noqa: ANN401
-    """Return the tensor of a model's result by which the model is judged, and whether it contains
+    """Return the tensor in a model's result whose change is measured, and whether it contains
     logits.
 
-    This is the tensor named `logits` if there is one with several classes, otherwise the largest
+    The returned tensor is the one named `logits` if it has several classes, otherwise the largest
     floating-point tensor. Without a floating-point tensor, the function returns None.
     """
     logits = result.get("logits") if isinstance(result, Mapping) else None
@@ -39,8 +39,8 @@ def _tensors(result: Any) -> Iterator[Tensor]:  # noqa: ANN401
 
 
 def change_of(found: Tensor, wanted: Tensor, *, are_logits: bool) -> float:
-    """Return how far an output is from the wanted output; infinity if it contains an infinity or
-    nan.
+    """Return how far an output is from the wanted output; infinity if the output contains an
+    infinity or nan.
 
     For logits, this is the mean KL divergence of the softmax distributions, in nats. For other
     outputs, it is the squared error relative to the energy (sum of squares) of the wanted output.

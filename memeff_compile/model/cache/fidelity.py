@@ -487,7 +487,7 @@ class _Gathered:
 
 
 def _spread(whole: Tensor) -> dict[str, Any]:
-    """Return the mean and the 5th percentile of a tensor of cosines, and a histogram of them."""
+    """Return the mean, the 5th percentile and a histogram of a tensor of cosines."""
     ordered = whole.sort().values
     counts = torch.histc(whole, BINS, -1.0, 1.0)
     return {

@@ -54,7 +54,7 @@ class CacheHooks(Hooks):
 
 
 def _use_kv_cache(request: Request) -> Callable[[], None]:
-    """Make a model's generate() create this package's caches; return a function that undoes it."""
+    """Let a model's generate() create this package's caches; return a function to undo this."""
     model, kv_cache = request.model, request.kv_cache
     if isinstance(kv_cache, str) and kv_cache != "static":
         raise OptionError(

@@ -341,8 +341,8 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
-        With copy_, the keys and values of the prompt in all layers stayed in memory at the same
-        time, which raised the peak of the GPU's memory.
+        With copy_ instead, the prompt's keys and values of all layers would stay in memory at the
+        same time, which raises the peak of the GPU's memory.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -463,8 +463,8 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values with the shape and dtype of the given keys and
-        values; raise an error if keys or values of this shape and dtype cannot be encoded.
+        """Allocate the tensors for keys and values; raise an error if keys or values with the shape
+        and dtype of the given ones cannot be encoded.
         """
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:

@@ -32,8 +32,8 @@ def _pairs_halves(name: str) -> bool:
 
 
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
-    """Return a tensor of shape (D / 2,) with the angle, for each i, by which channels i and i + D /
-    2 of a key are rotated from one position to the next.
+    """Return a tensor of shape (D / 2,); element i is the angle by which channels i and i + D / 2
+    of a key are rotated from one position to the next.
 
     Return None if the angles are not known: if adjacent channels rotate together, if some channels
     do not rotate, or if the embedding's scaling depends on the length.

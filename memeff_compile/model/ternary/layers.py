@@ -33,7 +33,7 @@ def require_kind(kind: str) -> str:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the result that a dense linear would return for a given input."""
+    """Return the dtype that a dense linear layer would return for a given input."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -75,7 +75,7 @@ class SquaredReLU(nn.Module):
 
 
 class TernaryLinear(nn.Linear):
-    """A trainable linear that rounds its weight to -1, 0, 1 and its input to few bits.
+    """A trainable linear layer that rounds its weight to -1, 0, 1 and its input to few bits.
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
     scale, 1 / mean(abs(weight)), and rounds it; `kind` determines how each token's input vector is
@@ -136,7 +136,7 @@ class TernaryLinear(nn.Linear):
 
 
 class PackedTernaryLinear(nn.Module):
-    """An inference linear whose ternary weights take two bits each.
+    """A linear layer for inference, whose ternary weights take two bits each.
 
     The buffers, which are part of the state dict, are:
         packed: (out_features, ceil(in_features / 16)) int32.
@@ -172,8 +172,7 @@ class PackedTernaryLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Raise an error with a remedy if a model reads the weight instead of calling the
-        linear."""
+        """Raise an error with a remedy if a model reads the weight instead of calling the layer."""
         if name == "weight":
             raise AttributeError(
                 "A packed ternary linear has no weight in full precision, and this model reads "

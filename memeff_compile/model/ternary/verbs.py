@@ -111,9 +111,9 @@ def ternarize_(
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
     Raises:
-        OptionError: The recipe or a kind is unknown, or the model does not fit: it has no linear to
-            change, or a linear whose name the recipe does not know. A linear with hooks or
-            parametrisations also raises this error, because they would be lost. So does an MLP
+        OptionError: The recipe or a kind is unknown, or the model does not fit: it has no linear
+            layer to change, or one whose name the recipe does not know. A linear layer with hooks
+            or parametrisations also raises this error, because they would be lost. So does an MLP
             without an activation function that can be replaced, if `activation` is passed, and
             attention that cannot get low-bit heads, if `low_bit_heads` is passed.
 
@@ -265,7 +265,7 @@ def dense_again(model: nn.Module) -> Undone:
 
 
 def _bound(path: str, module: TernaryLinear) -> str:
-    """Return the reason why another module cannot replace a ternary linear, or ""."""
+    """Return the reason why another module cannot replace a ternary linear layer, or ""."""
     if not path:
         return "it is the whole model, which cannot be replaced in place"
     if compat.is_dtensor(module.weight):
@@ -386,7 +386,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     weights. The function packs the linear layers that `ternarize_` makes, and the linear layers of
     transformers' BitNet models: `AutoBitLinear`, online and offline, and the packed `BitLinear`.
     Some of these classes in transformers multiply the codes by their scale, others divide; a packed
-    linear always divides. `save_pretrained` saves packed transformers models, and `from_pretrained`
+    layer always divides. `save_pretrained` saves packed transformers models, and `from_pretrained`
     loads them in packed form after memeff_compile was imported. To load a state dict, create the
     model, call `ternarize_` and `pack_ternary_` on it, and then load.
 
@@ -398,7 +398,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
             weights by their mean absolute value.
 
     Raises:
-        OptionError: There is no linear to pack, or a linear has hooks or parametrisations.
+        OptionError: There is no linear layer to pack, or one has hooks or parametrisations.
         UnsupportedInputError: A weight has values other than -1, 0 and 1.
 
     Example:
@@ -449,7 +449,7 @@ def _refuse_to_save(*_: object, **__: object) -> None:
 
 
 def _packed(path: str, module: Any, layers: Mapping[type, str]) -> PackedTernaryLinear | None:  # noqa: ANN401
-    """Return a packed linear that replaces a ternary linear, or None for any other module."""
+    """Return a packed layer that replaces a ternary linear layer, or None for any other module."""
     home = "transformers.integrations.bitnet"
     names = {base.__name__ for base in type(module).__mro__ if base.__module__ == home}
     kinds = [require_kind(kind) for layer, kind in layers.items() if isinstance(module, layer)]

@@ -184,7 +184,7 @@ class _Queue:
 
     def settle(self) -> None:
         """Wait until the CPU knows, for each new value in the queue, whether its codes fitted into
-        the memory of the old codes; if the codes of a value did not fit, encode the value again.
+        the memory of the old codes; encode again each value whose codes did not fit.
         """
         with self.lock:
             self._encode()
@@ -428,8 +428,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         gradients the user has set.
 
         Raise MemeffError if a weight still has a gradient because its hook did not run. As with any
-        optimizer, a closure computes the loss and its gradients again; its backward pass updates
-        the weights.
+        optimizer, a closure computes the loss and its gradients again; the backward pass of the
+        closure updates the weights.
         """
         with torch.enable_grad():
             result = None if closure is None else closure()

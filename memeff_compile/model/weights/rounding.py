@@ -89,8 +89,8 @@ def _noted(linears: Mapping[str, Sequence[nn.Module]], found: dict[str, Tensor])
 
 
 def kept(x: Tensor, mantissa: int) -> Tensor:
-    """Return fp32 numbers rounded to `mantissa` mantissa bits; numbers halfway between two are
-    rounded away from zero."""
+    """Return fp32 numbers rounded to `mantissa` mantissa bits; a number halfway between two such
+    numbers is rounded away from zero."""
     low = FRACTION - mantissa  # bits that are dropped; a carry raises the exponent
     return x.view(torch.int32).add(1 << (low - 1)).bitwise_and_(-1 << low).view(torch.float32)
 

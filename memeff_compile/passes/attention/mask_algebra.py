@@ -245,8 +245,8 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula with each condition that is true (or false) at every index of the shape
-    replaced by TRUE (or FALSE).
+    """Return the formula in which TRUE replaces each condition that holds at every index of the
+    shape, and FALSE each condition that holds at no index.
     """
     match formula:
         case AtLeastZero(total) | IsZero(total):

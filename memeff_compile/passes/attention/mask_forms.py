@@ -70,9 +70,9 @@ class Form:
 
     @property
     def is_sayable(self) -> bool:
-        """Return whether the arguments of memeff::attention can express the mask, that is, whether
-        it consists only of bounds of positions, at most one table of visible keys (one flag per
-        key), and at most one comparison of ids.
+        """Return whether the arguments of memeff::attention can express the mask: it may only
+        consist of bounds on positions, at most one table of visible keys (one flag per key), and at
+        most one comparison of ids.
         """
         return (
             not (self.positions or self.shifted or self.rest)

@@ -49,7 +49,7 @@ class Value:
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
         """Return a tensor whose elements are the elements of this tensor at `index`; by default,
-        the new tensor has the shape of this one.
+        both tensors have the same shape.
         """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
@@ -82,7 +82,7 @@ class MaskReader:
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
         """Return which keys a mask makes visible, as a formula over the axes of the scores, or None
-        if the mask may be a bias (add other numbers than zero to visible keys)."""
+        if the mask may add other numbers than zero to visible keys, as a bias does."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -174,7 +174,7 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and all nodes on which it depends that were not read yet; each node comes
+    """Return ``node`` and the nodes on which it depends, except those already read; each node comes
     after its operands.
     """
     found: list[Node] = []

@@ -130,7 +130,7 @@ def dropout_active(node: Node | None, hint: str = "") -> Decline:
 
 @dataclass
 class _Walk:
-    """A walk through the graph from a softmax to a matrix product, node by node.
+    """Follows the graph from a softmax to a matrix product, node by node.
 
     The object records the nodes, and the current positions of the axes of the scores.
     """
@@ -568,8 +568,8 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors that are applied between the mask and the product of queries and keys, in the
-    order in which they are found (softcap, tanh, scale), from the mask back to the product.
+    """The factors that are applied to the scores before the mask, listed from the mask back to the
+    product of queries and keys (softcap, tanh, scale).
 
     The object does not record the sign of each factor, only the sign of their product, because tanh
     is odd.
@@ -673,8 +673,8 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return `masking` without the mask's dtype if a later cast turns the number that hides keys
-    into minus infinity; otherwise return it unchanged.
+    """If a later cast turns the number that hides keys into minus infinity, return `masking`
+    without the mask's dtype, otherwise return `masking` unchanged.
     """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max

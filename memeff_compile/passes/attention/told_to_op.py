@@ -122,9 +122,9 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. If a
-    condition depends on the query alone, the query's id is the condition (0 or 1) and every key has
-    the id 1.
+    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. A
+    condition on the query alone becomes such a pair, too: the query's id is the condition (0 or 1),
+    and every key has the id 1.
     """
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
@@ -248,8 +248,8 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return the given node with its graph; if the node is an input of a checkpoint's body, also
-    return the node that the surrounding graph passes for this input, and so on outwards.
+    """Return the given node with its graph; if it is an input of a checkpoint's body, also return
+    the node that the surrounding graph passes for it, and so on outwards.
     """
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:

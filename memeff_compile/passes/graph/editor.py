@@ -292,8 +292,8 @@ def _first_call(graph: Graph) -> Node:
 
 
 def describe_difference(old: Any, new: Any) -> str:
-    """Return text that describes how a node's users would see that two example values differ (such
-    as in shape or dtype), or an empty string."""
+    """Return text that names the differences between two example values that a node's users can see
+    (such as shape or dtype), or an empty string."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):

@@ -139,8 +139,8 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
     """Make the partition that contains the normalization from `place` to `end` also return the
     input of the normalization; return this input.
 
-    The next layer reads this input. The last layer's partition returns it too, although no layer
-    reads it, so that this partition has the same structure as the others.
+    The next layer reads this input. In the last layer, no layer reads it, but the partition returns
+    it too, so that all partitions have the same structure.
     """
     norm = {*nodes[place:end]}
     given = dict.fromkeys(each for node in norm for each in node.all_input_nodes)
@@ -239,9 +239,9 @@ def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hasha
     """Merge sizes that each layer has separately, such as the length of its cache.
 
     Sizes of two layers correspond if their names are equal without the layer number. If layers are
-    equal apart from such sizes, and the sizes have equal values in the current call, the sizes
-    become one size, and guards make Dynamo compile the graph again if the sizes differ in a later
-    call. Return whether at least two sizes became one.
+    equal apart from these sizes, and the sizes have equal values in the current call, they become
+    one size. Guards make Dynamo compile the graph again if the sizes differ in a later call. Return
+    whether at least two sizes became one.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:

@@ -31,14 +31,14 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def is_chunked(tail: Tail) -> bool:
-    """Return whether a loss and its output projection are PyTorch's own single op, which builds no
-    N x V logits either."""
+    """Return whether one call of PyTorch's chunked op computes the loss and its output projection;
+    this op builds no N x V logits either."""
     return tail.node is tail.chain.head.node
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Describe PyTorch's chunked op as an output projection and a loss, two objects that both refer
-    to the op's node.
+    """Return an output projection and a loss that describe PyTorch's chunked op; both refer to the
+    op's node.
     """
     call = read_one(node)
     if call is None:

@@ -3,8 +3,8 @@ k classes use such gathers.
 
     log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], written with gather or take_along_dim
 
-For one class per row, `losses/tails.py` reads the log-probability instead, and
-memeff::linear_cross_entropy computes it.
+A gather of one class per row is recognized by `losses/tails.py` instead, and
+memeff::linear_cross_entropy computes its result.
 """
 
 from __future__ import annotations

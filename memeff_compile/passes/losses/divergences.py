@@ -1,9 +1,9 @@
 """Recognize divergences between the softmaxes of two logits tensors, independently of how the code
 writes their sums.
 
-The module describes the numbers that a loss sums over the classes as a polynomial in probabilities
-and log-probabilities of student and teacher, and in logarithms of a mixture of both. So the six
-factors of `Coefficients` can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon
+A loss sums one term per class. The module describes this term as a polynomial in probabilities and
+log-probabilities of student and teacher, and in logarithms of a mixture of both. So the six factors
+of `Coefficients` can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon
 divergences, and cross entropies with a teacher's probabilities.
 """
 
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the output projection, and of the steps from it to the softmax."""
+        """Return the nodes from the output projection (included) to the softmax (excluded)."""
         if self.chain is None:
             return ()
         return (*self.chain.head.nodes, *(step.node for step in self.chain.steps))
@@ -100,17 +100,17 @@ class Divergence:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return the two sides: student and teacher."""
+        """Return the student's and the teacher's logits, each as a `Side`."""
         return self.student, self.teacher
 
 
 @dataclass
 class Group:
-    """All divergences of one student's logits, in their order, which are rewritten together.
+    """The divergences of one student's logits, in graph order; all or none are rewritten.
 
     If the pass cannot rewrite one divergence of the group, the graph must build the logits anyway.
-    So the pass checks all divergences of the group before it rewrites the first one. If it declines
-    one of them, it declines all of them for the reason that the field `refusal` contains.
+    So the pass checks all divergences of the group before it rewrites the first one. If one is
+    declined, the whole group is declined for the reason in the field `refusal`.
     """
 
     members: list[Divergence]
@@ -119,7 +119,7 @@ class Group:
 
 
 class DivergenceReader:
-    """The reader of all divergences of one graph."""
+    """Recognizes the divergences that the nodes of one graph compute."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -201,7 +201,7 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize the sum or mean (as ``reduction`` says) of a divergence's terms, possibly
+        """Recognize the sum or mean (chosen by ``reduction``) of a divergence's terms, possibly
         multiplied by numbers.
         """
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
@@ -276,7 +276,7 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Return the polynomial of a node with one value per class, or None for other nodes."""
+        """Return the polynomial that describes a node with one value per class, otherwise None."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -650,7 +650,7 @@ class DivergenceReader:
 
 @dataclass
 class _Steps:
-    """The nodes that multiply a per-row number after it is computed."""
+    """The nodes that multiply a divergence's per-row numbers by factors."""
 
     nodes: list[Node]
     factor: float
@@ -668,7 +668,7 @@ _SAME = named("to.dtype detach.default contiguous.default clone.default alias.de
 
 
 def _asserts(node: Node, seen: list[Node]) -> bool:
-    """Return whether a size is read only by assertions; add the size and its readers to `seen`."""
+    """Return whether only assertions read a size; add the size and these assertions to `seen`."""
     name = node_name(node)
     seen.append(node)
     if name in _ASSERTIONS:

@@ -65,8 +65,7 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks, so that one call of the fused op over all rows computes the per-row numbers for
-    all these tails.
+    such as chunks: one call of the fused op then computes the numbers of all rows.
 
     The ranges are not combined if together they have less than half of the rows.
     """
@@ -112,8 +111,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Return the earliest node that is reached by going back from a target through reshapes and
-    copies; stop before a node to whose memory the graph may write.
+    """Follow a target back through reshapes and copies, and return the earliest node; do not go
+    past a node whose memory the graph may overwrite.
     """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
@@ -134,8 +133,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes to compute again if the fused op's call for ``group`` runs before the
     group's first tail (a loss or another result of the logits).
 
-    Such nodes compute targets, for example shifted labels after a z-loss. They are integer views
-    and copies of inputs, so computing them again takes almost no time. If
+    These nodes compute targets, for example labels that the graph shifts after it has computed a
+    z-loss. They are integer views and copies of inputs, so computing them again is cheap. If
     computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
@@ -622,8 +621,8 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """Select the rows of a loss, or of another result of the logits, from the fused op's
-        per-row results, and reshape them."""
+        """From the fused op's per-row results, select the rows that a loss (or another result of
+        the logits) uses, and reshape the selected numbers."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)
@@ -673,7 +672,7 @@ class GroupEmitter:
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
-        """Return the sum of weight * (lse - z) over the classes, with zero in ignored rows."""
+        """Return each row's sum over the classes of weight * (lse - logit); 0 in ignored rows."""
         e = self.editor
         lse = self._rows(_LSE)
         if tail.class_weight is None:

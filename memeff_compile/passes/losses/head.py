@@ -118,13 +118,13 @@ class Vector:
 class Step:
     """One node between the output projection and a node that uses the logits.
 
-    kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach`` or ``classes`` (selects some
-    classes). Pointwise steps have the kinds ``to``, ``mul``, ``div``, ``tanh``, ``bias`` and
-    ``factor``; their operand is ``value``. If ``value`` is a number that the user passed (a symbol
-    under ``dynamic=True``), a guard on ``symbol`` keeps it constant. The field ``classes`` has
-    the index of the first selected class and the index after the last one. If a step also moves
-    rows, ``whole`` is the complete ATen call of its node.
+    ``kind`` is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions),
+    ``same`` (no change), ``move`` (class dimension from last to 1), ``detach`` or ``classes``
+    (selects some classes). Pointwise steps have the kinds ``to``, ``mul``, ``div``, ``tanh``,
+    ``bias`` and ``factor``; their operand is ``value``. If ``value`` is a number that the user
+    passed (a symbol under ``dynamic=True``), a guard on ``symbol`` makes Dynamo recompile if this
+    number changes. The field ``classes`` has the index of the first selected class and the index
+    after the last one. If a step also moves rows, ``whole`` is the complete ATen call of its node.
     """
 
     node: Node
@@ -205,7 +205,7 @@ class Chain:
 
 
 def _left(steps: Sequence[Step]) -> tuple[int, int] | None:
-    """Return the range of classes (start, stop) that all slices of classes in `steps` keep."""
+    """Return the range of original classes that remain after all class slices in `steps`."""
     first = None
     for start, stop in (step.classes for step in steps if step.classes is not None):
         first = (first[0] if first else 0) + start, (first[0] if first else 0) + stop
@@ -231,7 +231,7 @@ class HeadReader:
     """The reader of all chains (output projection and steps) in one graph; the reader analyses each
     node once.
 
-    With ``tracing``, the reader also reads nodes by tracing them, which takes milliseconds.
+    With ``tracing``, the reader also traces nodes, which takes milliseconds per node.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -277,8 +277,7 @@ class HeadReader:
 
     def input_in_weight(self, head: Head) -> Node | None:
         """If a weight is computed from a graph input that is no parameter or buffer, return this
-        input, because the product is then no output projection; an example is the product of two
-        encoders' outputs.
+        input. The product (for example of two encoders' outputs) is then no output projection.
 
         Otherwise, or if the weight is an input itself, return None.
         """
@@ -788,8 +787,8 @@ _UNFOLDED_HINTS = {
 def fold(chain: Chain) -> Modifiers | Decline:
     """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
 
-    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the remaining
-    classes.
+    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the classes
+    that the steps keep.
     """
     pairs: list[tuple[str, Any]] = []
     factors: list[Factor] = []
@@ -850,7 +849,7 @@ def _class_cut(node: Node, call: Call, rank: int, width: Any) -> tuple[int, int]
 
 
 def _known_integer(value: Any) -> int | None:
-    """Return a number, or the constant value of a node; for any other value, return None."""
+    """Return an integer argument, or the constant integer value of a node, otherwise None."""
     number = compat.example_value(value) if isinstance(value, Node) else value
     return compat.known_size(number) if isinstance(number, (int, torch.SymInt)) else None
 

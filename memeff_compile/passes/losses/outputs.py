@@ -227,9 +227,9 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return the LoRA matrices of an output projection and the steps of its adapters, from which
-    deferred logits can be computed bit for bit as in the model; or return the reason why this is
-    not possible.
+    """Return the LoRA matrices of an output projection, and the steps that compute each adapter's
+    product bit for bit as in the model; or return the reason why logits with these adapters cannot
+    be deferred.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -285,7 +285,7 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The tensor of which some outputs are views, with its dimensions in the order of its
+    """The base tensor of which some outputs are views, and the order of its dimensions in
     memory."""
 
     base: LogitsOutput
@@ -293,7 +293,7 @@ class _Layout:
 
     @property
     def back(self) -> tuple[int, ...]:
-        """Return the order that the base tensor's dimensions have in its memory."""
+        """Return the permutation of dimensions that undoes the permutation `order`."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property

@@ -34,8 +34,8 @@ class Soft:
     """Probabilities or log-probabilities that the graph computes from logits.
 
     A `Soft` contains the nodes from the logits to the probabilities, and the `Chain` of the logits
-    (output projection and later steps), extended by the row moves (reorderings and selections of
-    rows) that the graph applies to the probabilities.
+    (output projection and later steps). The chain also includes the row moves (reorderings and
+    selections of rows) that the graph applies to the probabilities.
     """
 
     chain: Chain

@@ -3,7 +3,7 @@ logits.
 
 A *tail* is a node that computes a result from logits, if memeff::linear_cross_entropy can compute
 that result, too. A *site* is an output projection and all tails of its logits. If a node looks like
-a loss but is not recognised, `TailReader` returns a `Decline`.
+a loss but is not recognised, `TailReader` returns a `Decline` (the reason).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
-    With a target, kind is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
+    With a target, ``kind`` is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
     log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, kind is
     ``lse`` (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p),
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
@@ -130,7 +130,7 @@ def reads_a_size(node: Node) -> bool:
 
 def unread(node: Node) -> list[Node]:
     """Return a node and all nodes that depend on it, if the graph returns no result of these nodes
-    and they have no side effects; otherwise return an empty list.
+    and none of them has side effects; otherwise return an empty list.
     """
     found, queue = dict[Node, None](), [node]
     while queue:
@@ -168,7 +168,7 @@ _TAIL_NAMES = frozenset(
 
 
 class TailReader:
-    """The reader of results that the nodes of one graph compute from logits."""
+    """Recognizes the results that the nodes of one graph compute from logits."""
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
         self.info, self.reader = info, reader
@@ -748,7 +748,7 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
     """Return losses and other results of the logits, losses first, without those results that are
-    only steps in the computation of another one in the list.
+    only steps in the computation of another result in the list.
 
     For example, a logsumexp may be a step of log-probabilities.
     """

@@ -160,7 +160,7 @@ def _given_in_weight(head: Head, classes: int) -> Decline:
 
 
 def _before(node: Node) -> set[Node]:
-    """Return the node and the nodes from whose values it is computed, up to a limit."""
+    """Return a node and the earlier nodes from which it is computed, up to a limited number."""
     found, queue = {node}, [node]
     while queue and len(found) < _MAX_NODES:
         fresh = [n for n in queue.pop().all_input_nodes if n not in found]

@@ -179,8 +179,8 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Go from a value to the value's only user, and on from there, as long as the user is an
-    activation function of only this value.
+    """Follow a value through activation functions, as long as each function is the only user of its
+    operand and has no other operand.
     """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
