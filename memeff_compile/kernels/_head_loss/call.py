@@ -1,9 +1,9 @@
 """The arguments that every implementation takes, and the results that every implementation returns.
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
-also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is a single number,
-the arguments are a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes`
-explains the letters that stand for axes, such as N for rows (tokens).
+also takes `RowGradients` and `Saved`, and returns `Gradients`. For a scalar loss, the arguments are
+a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes` explains the letters that
+stand for axes, such as N for rows (tokens).
 """
 
 from __future__ import annotations

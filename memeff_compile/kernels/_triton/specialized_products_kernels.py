@@ -141,7 +141,7 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return one tile of a matrix product: the sum of the products of its operands' tiles.
+    """Return one tile of a matrix product: a sum of products of the operands' tiles.
 
     During the sum, the function releases the shared memory from which the previous tile was
     written.
@@ -253,8 +253,8 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
     Each slice (range of columns) of each class has its own scale, a power of two: divided by this
     scale, the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28
-    times the largest number keep fewer than the eleven significant bits of fp16; their error is
-    smaller than the rounding error of the largest number.
+    times the slice's largest number have fewer than the eleven significant bits of fp16; their
+    error is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:

@@ -3,7 +3,7 @@
 
 The codes have the same meaning as in the module `mask_tiles`: 0 for empty (every key is hidden), 1
 for partial, 2 for full (every key is visible). A tile that contains only very low numbers has code
-3 until it is known whether each of its queries has a visible key elsewhere.
+3 until it is known whether each query of the tile has a visible key in another tile.
 """
 
 from __future__ import annotations

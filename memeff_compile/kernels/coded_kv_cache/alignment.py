@@ -42,7 +42,7 @@ _PRODUCTS = 1 << 24
 
 
 def identity(maps: Sequence[Tensor]) -> None:
-    """Set identity maps, which change no row, for caches with too few first tokens to fit maps."""
+    """Set identity maps, which change no row, for caches with too few tokens to fit maps."""
     lower_means, upper_means, turns, slots = maps
     lower_means.zero_()
     upper_means.zero_()
@@ -78,8 +78,8 @@ def fit(
     `span` positions.
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
-    rows. `fit` keeps these rotations and their slots if the new rows are too few to fit better
-    rotations: the keys of a few tokens, after rotary embedding, do not show how keys at later
+    rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
+    better ones: the keys of a few tokens, after rotary embedding, do not show how keys at later
     positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
@@ -102,7 +102,7 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace means and products of keys by their averages over all positions of a span."""
+    """Replace means and products of keys by their averages over the next `span` positions."""
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
     count = count.to(kind)[:, None, None, None]
@@ -118,8 +118,8 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors: the slot (the matching head of the lower layer) of each head of the upper
-    layer, (H), equal for all sequences; and the sums of products of the two layers' rows.
+    """Return two tensors that are equal for all sequences: the slot (matching head of the lower
+    layer) of each head of the upper layer, (H), and the sums of products of the two layers' rows.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
     these sums are the rotations. `rows` contains the keys and values of both layers, and `counted`

@@ -111,9 +111,9 @@ class OwnKeys(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The maps that align two layers, which `alignment` fits and applies.
+    """The linear maps that make the keys and values of two layers similar (module `alignment`).
 
-    If only values are merged, there is one mean and one matrix per head, instead of two.
+    If two layers merge only values, each head has one mean and one matrix instead of two.
     """
 
     lower_means: Any  # (B, H, 2, D), of keys and of values

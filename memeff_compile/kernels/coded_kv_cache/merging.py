@@ -107,7 +107,7 @@ def kept_rows(
         chosen: bool (B, H, N), whether a row stays unmerged.
         rank: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
             most extreme.
-        left_over: (B, H) int64, the number of rows beyond the threshold that exceed `room`.
+        left_over: (B, H) int64, how many more rows than `room` are beyond the threshold.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)

@@ -122,7 +122,7 @@ def unlike_rows(
 
 
 def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | None:
-    """Return a sentence that says why the given maps cannot align two layers, or None if they
+    """Return a sentence that says why the given maps cannot align two layers, or None if the maps
     can."""
     batch, heads, _, depth = window.shape
     shapes = shapes_of_maps(Layout(depth, bits), batch, heads, kinds)
@@ -136,7 +136,7 @@ def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | 
 
 
 def unlike_choices(**given: str) -> str | None:
-    """Return a sentence that names a setting's unknown value, or None if all values are known."""
+    """Return a sentence that names an unsupported value of a setting, or None if there is none."""
     every = {"rule": RULES, "scale": SCALES, "reading": READINGS}
     for name, value in given.items():
         if value not in every[name]:

@@ -171,7 +171,7 @@ def merge(
 
 
 def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
-    """Return the ranges of rows (B, H, n * group, D) that are merged in one call."""
+    """Divide rows, (B, H, n * group, D), into ranges of groups that are merged in one call."""
     batch, heads, count, depth = x.shape
     at_once = max(1, elements // max(1, batch * heads * group * depth)) * group
     return [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]

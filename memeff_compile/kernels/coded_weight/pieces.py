@@ -137,7 +137,7 @@ class _Decoding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _decoding(words: int, *shape: int) -> _Decoding:
-    """Return the launch that decodes a weight of a shape from an allocation of `words` 32-bit
+    """Return the launch that decodes a weight of a given shape from an allocation of `words` 32-bit
     words."""
     count = math.prod(shape)
     chunks, room = padded(count) // CHUNK, piece_room(count, words)

@@ -13,10 +13,10 @@ of all ranks into the results of `linear_cross_entropy` for all classes:
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
 classes, so it uses the softmax over all classes, not only over this rank's classes.
 
-A loss that is a single number needs a row's softmax before its gradients, and no rank has all
-classes. So all ranks process the same blocks of rows and exchange numbers once per block: each rank
-computes its logits, sends two numbers per row to the other ranks (`Ranks`), and computes its
-gradients with the numbers of all ranks:
+A scalar loss needs a row's softmax before its gradients, and no rank has all classes. So all ranks
+process the same blocks of rows and exchange numbers once per block: each rank computes its logits,
+sends two numbers per row to the other ranks (`Ranks`), and computes its gradients with the numbers
+of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)

@@ -16,8 +16,8 @@ size, or the caller passes the teacher's logits. The op computes no gradient for
 
 For each block of rows, two matrix products compute the logits. From these logits, the op computes
 row statistics in fp32, then the gradient of the student's logits, which overwrites the logits. A
-loss that is a single number takes four matrix products, including gradients; losses per row take
-six, because the backward pass computes the logits again.
+scalar loss takes four matrix products, including gradients; losses per row take six, because the
+backward pass computes the logits again.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ The product of a tile's softmax weights and values is computed separately, and t
 the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
 only about 14 bits of a sum, too few for many keys.
 
-The product for the scores leaves the softmax weights in other registers than those that the product
-with the values reads. So `prepare_kernels` stores the values' tokens in the order in which
-registers contain the softmax weights; `_reordered` computes this order.
+The softmax weights are not in the registers from which the product with the values would read them.
+So `prepare_kernels` stores the values' tokens in the order in which the registers contain the
+softmax weights; `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
