@@ -94,8 +94,8 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the coded tensors of a tensor of any shape, in the order of `parse(codec).parts`.
 
-    With spare memory (`room`), later values of the weight can be encoded into the same tensors. If
-    the codec cannot encode the values, raise an error.
+    If the tensors have spare memory (`room`), later values of the weight can be encoded into them.
+    If the codec cannot encode the values, raise an error.
     """
     form = parse(codec)
     _require(weight, codec)

@@ -184,9 +184,9 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
     """Update weights with their gradients and encode them in place, all in one launch.
 
     The gradients are bf16, padded to whole chunks, and the kernel overwrites them with the new
-    weights. Each weight gets the same bits as from `codecs.step` followed by `encode_soon`. The
-    allocations are invalid until `list_patches` has processed this function's result. If memory
-    runs out, this function raises an error and has changed no weight.
+    weights. The updated weights equal, bit for bit, those that `codecs.step` and then `encode_soon`
+    give. The allocations are invalid until `list_patches` has processed this function's result. If
+    memory runs out, this function raises an error and has changed no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)

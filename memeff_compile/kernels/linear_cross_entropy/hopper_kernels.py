@@ -3,8 +3,8 @@
 logits in registers.
 
 The epilogue (the code after a tile's product) uses the tile of logits in one of three ways. It
-reduces the tile to statistics of its rows (tokens); or, if these statistics are known, it writes a
-tile of the logits' gradient G, otherwise of X (the logits' gradient up to a factor per row).
+reduces the tile to statistics of the rows (tokens); it writes a tile of the logits' gradient G, if
+these statistics are known; or it writes a tile of X (the logits' gradient up to a factor per row).
 
 An element of X is X_ij = exp(z_ij - base_i), rounded once to 16 bits, where base_i is a number near
 the largest logit of row i; a softcap multiplies X_ij by dz/ds (s is the product before the

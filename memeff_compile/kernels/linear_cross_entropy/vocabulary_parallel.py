@@ -30,8 +30,8 @@ the collectives that it sees, so two other collectives, the `all_gather` before 
 All ranks must have the same number of rows, so they first gather their row counts; if the counts
 differ, every rank raises an error. The gathered data and the number of gathers depend only on the
 number of rows, the classes of all ranks, the dtype, the workspace and the kind of device, so ranks
-may use different implementations. Each rank gets the gradient of its W_r, and its summand of the
-gradient of h; the ranks have to add up these summands.
+may use different implementations. Each rank gets the gradient of its W_r, and a summand of the
+gradient of h; the caller has to add up the summands of all ranks.
 """
 
 from __future__ import annotations

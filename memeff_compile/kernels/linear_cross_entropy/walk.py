@@ -402,8 +402,8 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
     """Return the indices of the rows to compute on a CPU, or None for all rows.
 
-    The function returns None if the caller requests a statistic of ignored rows, and on a GPU,
-    where the CPU would have to wait for the number of rows.
+    The result is None if the caller requests a statistic of ignored rows, or if the tensors are on
+    a GPU, because the CPU would have to wait for the number of rows.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

@@ -2,8 +2,8 @@
 """The kernels of the implementation `kept_logits`: one turns products into stored logits, the
 others turn stored logits into results and gradients.
 
-A program of a kernel that stores logits computes whole tiles, and a program of the other kernels
-computes whole rows. So no two programs share a sum, and every run gives the same bits. All
+In a kernel that stores logits, each program computes whole tiles; in the other kernels, each
+program computes whole rows. So no two programs share a sum, and every run gives the same bits. All
 arithmetic is fp32.
 """
 

@@ -140,8 +140,8 @@ class Settings:
     def starts(self) -> bool:
         """Return whether the int32 sums are initialised with the scores of the queries' means.
 
-        The result is false for 8-bit codes, because the scores of the means, in quantisation steps,
-        may then be too large for int32.
+        The result is false for 8-bit codes, because the scores of the means, counted in
+        quantisation steps, may be too large for int32.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 
