@@ -184,8 +184,8 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Compute each class's score in a group of rows, and for each row the sum of the probabilities
-    that each level (threshold of scores) would drop.
+    """Compute each class's score in a group of rows and, for each row and level (a score
+    threshold), the sum of the probabilities of the classes below the threshold.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
     so the scores of its classes are known while its logits are in registers. The filter always

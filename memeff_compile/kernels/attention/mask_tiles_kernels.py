@@ -151,6 +151,6 @@ def corner_of(dense, batch, head, query, key):
 
 @triton.jit
 def places_in(dense, query, key):
-    """Return offsets within a tile of the mask, from broadcastable positions of queries and
-    keys."""
+    """Return the memory offsets of elements within a tile of the mask, given their query and key
+    positions, which may be broadcast."""
     return query * dense.row + key * dense.key

@@ -42,7 +42,7 @@ _PRODUCTS = 1 << 24
 
 
 def identity(maps: Sequence[Tensor]) -> None:
-    """Set identity maps, which change no row, for caches with too few tokens to fit maps."""
+    """Set two layers' maps to the identity, for caches with too few tokens to fit maps."""
     lower_means, upper_means, turns, slots = maps
     lower_means.zero_()
     upper_means.zero_()
@@ -51,8 +51,7 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over rows of keys and values, from which the alignment maps are fitted; they are
-    computed in plain PyTorch or by kernels."""
+    """Sums over two layers' keys and values, from which the maps between the layers are fitted."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -72,7 +71,7 @@ def fit(
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
     span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
-    """Write the alignment maps that bring the rows of two layers closest to each other.
+    """Write the maps that bring two layers' rows (keys or values) closest to each other.
 
     With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
     `span` positions.

@@ -703,8 +703,8 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results, and apply the inverse of the layer's alignment map to the part of
-    the result that comes from merged tokens."""
+    """Combine partial results, and invert the layer's alignment map (a mean and a rotation) in the
+    part of the result that comes from merged tokens."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

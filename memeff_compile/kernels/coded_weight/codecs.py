@@ -586,8 +586,8 @@ Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 def setting_of(
     tokens: int, shape: Sequence[int], device: torch.device, form: Format = WIN4
 ) -> Setting | None:
-    """Return the tile of a product whose kernel decodes the weight, or None if the weight must be
-    decoded first."""
+    """Return the tile sizes of a kernel that decodes and multiplies a weight, or None if another
+    kernel must decode the weight first."""
     (rows, columns), count = shape, processors(device)
     has_matrix = device.type == "cuda" and has_gluon()
     if tokens == 1 and (form.is_lossless or not has_matrix):

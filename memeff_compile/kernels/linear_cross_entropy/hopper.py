@@ -10,8 +10,8 @@ The backward pass usually processes blocks of R rows one after another. For each
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
 vocabulary. From G, the kernels compute the hidden-state gradient dE of these rows, and add the
 block's contribution to the weight gradient dC. Until the last block, the weight's gradient (dC) is
-stored in fp16, because its sums need three more bits than bf16 has. Each SLICE neighbouring numbers
-of a row of dC share a scale (a power of two).
+stored in fp16, because its sums need three more bits than bf16 has. Every SLICE neighbouring
+numbers in a row of dC share a scale (a power of two).
 
 A backward pass by blocks of W classes takes less memory than one by blocks of rows, and supports
 fp16 and a workspace limit. For each block of classes, the kernels write the weight's gradient for
@@ -450,8 +450,8 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows; here X equals the logits' gradient G, and the factor of
-    each row is 1."""
+    """The backward pass by blocks of rows: a `ByRows` loop in which X is the logits' gradient G
+    itself, so the factor of each row is 1."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
-The forward pass multiplies the hidden states by the weight's rows for one strip of classes after
-another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges the
+The forward pass multiplies the hidden states by the weight's rows for one strip (range) of classes
+after another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges its
 products into a running maximum and sum per row.
 
 The backward pass processes one block of classes after another, and computes the products of a block
@@ -89,8 +89,7 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A backward pass over blocks of classes, which computes the logits again, one strip of classes
-    after another."""
+    """A backward pass over blocks of classes, which computes each strip (range) of logits again."""
 
     def __init__(
         self,
@@ -248,7 +247,8 @@ def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
 def _merge(
     s: Tensor, given: Operands, state: Tensor, found: RowResults, first: int, settings: Settings
 ) -> None:
-    """Merge a strip of products, fp32 (N, W), into the running statistics of the rows, (N, STATE).
+    """Merge the products of a strip (range) of classes, fp32 (N, W), into the rows' running
+    statistics, (N, STATE).
 
     The strip starts at the class `first`.
 

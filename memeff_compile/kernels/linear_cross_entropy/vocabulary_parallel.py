@@ -193,7 +193,7 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return the number of rows for which the ranks exchange numbers at a time.
+    """Return for how many rows at a time the ranks exchange statistics.
 
     Every implementation uses this number of rows as its block height.
     """

@@ -400,7 +400,8 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
-    """Return the indices of the rows to compute on a CPU, or None for all rows.
+    """Return the indices of the rows that a call on a CPU computes, or None if it computes all
+    rows.
 
     The result is None if the caller requests a statistic of ignored rows, or if the tensors are on
     a GPU, because the CPU would have to wait for the number of rows.

@@ -218,7 +218,7 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the number of rows of all slots together."""
+        """Return the number of rows of all slots (buffers) together."""
         return self.rows * (self.blocks + self.others)
 
 

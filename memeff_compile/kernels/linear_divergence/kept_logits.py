@@ -7,9 +7,9 @@ stored in fp32. So a stored logit has an error of at most 2^-12 times its distan
 which is negligible for likely classes. For comparison, a logit that a model computes in bf16 has an
 error of up to 2^-9 times its size. On compute capability 9.0, the kernel of the matrix product
 stores the logits itself, so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS
-writes strips of fp32 products, and a Triton kernel reads them from the L2 cache. The next kernel
-reads a row's logits of student and teacher, computes the row's sums in fp32, and overwrites the
-student's logits with their gradient. For 32-bit inputs, logits are stored in 32 bits.
+writes fp32 products for a range of classes at a time, and a Triton kernel reads them from the L2
+cache. The next kernel reads a row's logits of student and teacher, computes the row's sums in fp32,
+and overwrites the student's logits with their gradient. For 32-bit inputs, logits have 32 bits.
 
 The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
 of several blocks are stored next to each other (see `call.Slots`), so that one product adds their

@@ -398,8 +398,7 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return the mean rounding error, (B, G, rows, D), of the values in the blocks that queries
-    see.
+    """Return the mean rounding error of the values in each query's blocks, (B, G, rows, D).
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     the result.
@@ -419,7 +418,7 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
 
 
 def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: int) -> Tensor:
-    """Return the scores of some queries and keys, (B, H, rows, keys), in base 2."""
+    """Return the scores of some queries and keys, (B, H, rows, keys), as exponents of 2."""
     q = made.q[:, :, first:stop]
     batch, heads, rows, depth = q.shape
     q = q.reshape(batch, heads // repeat, repeat * rows, depth)
