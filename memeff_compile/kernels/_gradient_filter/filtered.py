@@ -30,8 +30,7 @@ by their mean logits, and no mass is redistributed. A tile is dropped if |p - 1(
 eps for all its elements; p is a class's probability, and 1(target) is 1 for a row's target and 0
 for other classes. The filter `published` needs each row's log-sum-exp before it can choose tiles.
 
-The kernels use only features that all supported GPUs have. Losses and bias gradients are exact with
-every filter.
+The kernels use only features that all supported GPUs have.
 """
 
 from __future__ import annotations

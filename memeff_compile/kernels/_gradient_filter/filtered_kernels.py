@@ -339,9 +339,7 @@ def _gradient_filter_level_kernel(
 
     The kernel chooses the highest level at which no row loses more probability mass than the limit.
     The mass that a row loses is distributed over the row's kept classes (without the target), in
-    proportion to their probabilities, so that the gradients of the row's logits have the same sum
-    as without a filter. Without this redistribution, the logits of dropped classes would rise
-    during training, because no gradient lowers them.
+    proportion to their probabilities; the module `filtered` says why.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)

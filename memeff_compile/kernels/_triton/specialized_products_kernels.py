@@ -372,11 +372,9 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     """Write the hidden states' gradient (dE) for a block of rows, and add the block's contribution
     to the weight's gradient (dC), in one launch.
 
-    The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
-    computed first. The many tiles of the weight's gradient (dC), which are sums over the rows, give
-    work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors. A
-    program that has finished a tile takes the next tile that no program has taken. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    The tiles of dE, which are few and long sums over the vocabulary, come first. A program that has
+    finished a tile takes the next tile that no program has taken; the order does not change the
+    results, as `_linear_cross_entropy_hopper_products_kernel` explains.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

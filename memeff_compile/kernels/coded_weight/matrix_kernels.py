@@ -44,10 +44,7 @@ def _odd_bytes(word):
 @gluon.jit
 def _scaled_pair(pair, scale):
     """Multiply the two bf16 numbers in each pair word by the two bf16 numbers of another pair word,
-    and round.
-
-    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
-    -0.0 into 0.0.
+    and round, as `pair_kernels.scaled_pair` does.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",

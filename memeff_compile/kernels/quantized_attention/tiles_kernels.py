@@ -158,9 +158,6 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
     """Return the mean rounding error of the values in each channel, over the blocks from `first` to
     `stop`.
-
-    The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
-    the result.
     """
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)
