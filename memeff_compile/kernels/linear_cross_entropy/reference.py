@@ -428,7 +428,7 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a block, and a column index per row in the block."""
+    """Return which rows have their target in a block, and, for every row, a column of the block."""
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)
 
