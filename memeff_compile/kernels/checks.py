@@ -56,7 +56,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def unplain(name: str, tensor: Tensor) -> str | None:
-    """Return the reason why an op cannot use a tensor's memory, or None if it can."""
+    """Return the reason why an op cannot use a tensor's memory, or None if the op can."""
     if tensor.layout == torch.strided and not tensor.is_quantized:
         return None
     kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
@@ -74,7 +74,7 @@ def unfloating(name: str, tensor: Tensor) -> str | None:
 
 
 def two_dtypes(name: str, dtype: torch.dtype, other: str, of_other: torch.dtype) -> str | None:
-    """Return a sentence which says that two tensors differ in dtype, or None if they do not."""
+    """Return a sentence which says that two dtypes differ, or None if they are equal."""
     if dtype == of_other:
         return None
     return f"{name} has dtype {short(dtype)} and {other} {short(of_other)}; cast them to one dtype."

@@ -60,7 +60,7 @@ def where_it_runs(device: torch.device) -> torch.device:
 
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the Triton kernels support a dtype on a device. Inside the context
-    `planned_for`, the function answers for the planned device instead.
+    `planned_for`, the result is for the planned device instead.
     """
     device = where_it_runs(device)
     return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
@@ -84,8 +84,8 @@ def runs_kernels(index: int) -> bool:
 
 
 def kernels_need(device: torch.device) -> str:
-    """Return the requirements of this package's kernels that this machine does not meet, worded to
-    follow "the kernels need"."""
+    """Return the kernels' requirements that this machine does not meet, as text that can follow
+    "the kernels need"."""
     owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
     return f"triton and {owner}compute capability 8.0 or later"
 
@@ -119,7 +119,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Return whether an op's speed was measured on a device's kind of GPU; without a GPU, return
+    """Return whether an op's speed was measured on GPUs of the device's kind; without a GPU, return
     True."""
     planned = _planned.get()
     if planned is not None:
@@ -156,7 +156,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Switch back to the stream that `stream_of` returned."""
+    """Make the stream that `stream_of` returned the current stream."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)

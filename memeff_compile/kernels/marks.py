@@ -14,9 +14,9 @@ class Mark:
     not marked.
 
     A copy is not marked because it does not have the hook that updates the parameter. A copy that
-    shares the parameter's attributes is recognised because it is a different object. A deep copy or
-    a pickled copy gets an empty set instead of the mark, so that pickles can be read without this
-    package.
+    shares the parameter's attributes is recognised because the copy is a different object than the
+    marked parameter. A deep copy or a pickled copy gets an empty set instead of the mark, so
+    pickles can be read without this package.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The type of sizes in byte formulas: a number, or a symbol while the number is unknown."""
+"""The type of sizes in byte formulas: a number, or a symbol if the size is not known yet."""
 
 from __future__ import annotations
 

@@ -4,35 +4,33 @@ drops.
 With the filters `mass` and `block`, rows (tokens) are sorted by an estimate of their probability
 mass in unlikely classes, computed from the logits of a sample of classes; 128 consecutive rows form
 a group. One pass over all classes computes the statistics of the rows. The same pass gives each
-class a score in each group: the sum (`mass`) or the maximum (`block`) of the class's probabilities
-over the group's rows. A level is a score below which a class is dropped. For each row and each of
-31 levels, the pass sums the probabilities of the classes that this level would drop. `mass` uses,
-in each group, the highest level at which no row loses more probability mass than the setting tau;
-`block` has only one level, the setting eps. In each group, the filter always keeps the target
-classes of the group's rows.
+class a score in each group of rows: the sum (`mass`) or the maximum (`block`) of the class's
+probabilities over the group's rows. The filter drops the classes whose score is below a threshold,
+called a level. For each row and each of 31 levels, the pass sums the probabilities that the row
+would lose at this level. For each group of rows, `mass` uses the highest level at which no row
+loses more probability mass than the setting tau; `block` has only one level, the setting eps. The
+filter always keeps the target classes of the group's rows.
 
-Classes are then sorted by the set of groups in which the filter keeps them, whatever their order in
-the vocabulary is, so that in most tiles (128 rows x 128 classes) the filter keeps all classes or
-none. For the tiles that contain kept classes, the logits are computed again and turned into
-gradients, which are multiplied by the weight and by the hidden states. The size of the workspace
-limits how many tiles are processed at a time. In total, statistics and gradients take as long as 1
-+ 3a matrix products over all classes, where a is the fraction of tiles that the filter keeps. The
-sorted order of the V classes is stored as a list of V numbers; the weight and its gradient are not
-reordered in memory.
+Classes are then sorted by the set of row groups in which the filter keeps them, so that in most
+tiles (128 rows x 128 classes) the filter keeps all classes or none. For the tiles that contain kept
+classes, the kernels compute the logits again, turn them into gradients, and multiply the gradients
+by the weight and by the hidden states. The size of the workspace limits how many tiles are
+processed at a time. In total, statistics and gradients take as long as 1 + 3a matrix products over
+all classes, where a is the fraction of tiles that the filter keeps. The sorted order of the V
+classes is stored as a list of V numbers; the weight and its gradient are not reordered in memory.
 
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
 their probabilities, so the sum of the gradients of the row's logits (without the target's logit)
-does not change. Without this redistribution, the logits of dropped classes would rise, because no
-optimizer step lowers them: in one step each of these logits rises only a little, but after a
-hundred steps the loss is higher.
+does not change. Without this redistribution, the logits of dropped classes would rise a little in
+each optimizer step, because no gradient lowers them; after a hundred steps the loss would be
+higher.
 
 `published` is the filter of the Cut Cross-Entropy paper: rows keep their order, classes are sorted
 by their mean logits, and no mass is redistributed. A tile is dropped if |p - 1(target)| is below
 eps for all its elements; p is a class's probability, and 1(target) is 1 for a row's target and 0
 for other classes. The filter `published` needs each row's log-sum-exp before it can choose tiles.
 
-The kernels use only features that all supported GPUs have. Losses and bias gradients are exact with
-every filter.
+The kernels use only features that all supported GPUs have.
 """
 
 from __future__ import annotations
@@ -201,8 +199,8 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows in a given order, and write their bases (numbers near their largest
-        logits) in that order."""
+        """Return the rows in a given order, and write the rows' bases (numbers near their largest
+        logits) in the same order."""
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)
@@ -221,7 +219,7 @@ class Filtered(RowWalk):
 
     def choose(self, block: Block) -> None:
         """Compute the statistics of a block of rows, and find the classes that the filter keeps in
-        each group of the block."""
+        each group of 128 rows."""
         first, here = block.first, block.stop - block.first
         self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
@@ -382,8 +380,8 @@ class Filtered(RowWalk):
 
 
 class FilteredTotal(Filtered, Statistics):
-    """The loop for a loss that is a single number: the loop first estimates each row's log-sum-exp,
-    then computes it exactly.
+    """The loop for a scalar loss: the loop first estimates each row's log-sum-exp, then computes it
+    exactly.
     """
 
     def __init__(self, given: ScalarLoss) -> None:
@@ -400,7 +398,7 @@ class FilteredTotal(Filtered, Statistics):
 
 
 class FilteredBackward(Filtered):
-    """The loop of a backward pass, for which the rows' log-sum-exps are already known."""
+    """The loop of a backward pass, which gets the rows' log-sum-exps from the forward pass."""
 
     def __init__(
         self,
@@ -460,7 +458,7 @@ class Walks(NamedTuple):
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return the Python class of the loop for a loss that is one number: `FilteredTotal`."""
+        """Return the Python class of the loop for a scalar loss: `FilteredTotal`."""
         return FilteredTotal
 
     def backward(

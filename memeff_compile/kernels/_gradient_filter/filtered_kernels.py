@@ -10,8 +10,8 @@ lower scores were dropped. The pass stores no logits. Each class then gets a 16-
 bit for each group of rows in which the filter keeps the class. Classes are sorted by these words,
 so that in nearly every tile the filter keeps either all classes or none. For the tiles that the
 filter keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are
-stored. These stored gradients still lack one factor per row; the last kernel multiplies its results
-by this factor.
+stored. The stored gradients still lack one factor per row, by which the last kernel multiplies its
+results.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -184,8 +184,8 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Compute each class's score in a group of rows, and for each row the sum of the probabilities
-    that each level (threshold of scores) would drop.
+    """Compute each class's score in a group of rows and, for each row and level (a score
+    threshold), the sum of the probabilities of the classes below the threshold.
 
     A program processes one group and some tiles of classes. A tile contains all rows of the group,
     so the scores of its classes are known while its logits are in registers. The filter always
@@ -337,11 +337,9 @@ def _gradient_filter_level_kernel(
     """Choose the level of a group (the score below which the filter drops classes in this group),
     and compute the losses of the group's rows and the factors of their gradients.
 
-    The level is the highest one at which no row loses more probability mass than the limit. The
-    mass that a row loses is distributed over its kept classes (without the target), in proportion
-    to their probabilities, so that the row's gradients have the same sum as without a filter.
-    Without this redistribution, the logits of dropped classes would rise during training, because
-    no optimizer step lowers them.
+    The kernel chooses the highest level at which no row loses more probability mass than the limit.
+    The mass that a row loses is distributed over the row's kept classes (without the target), in
+    proportion to their probabilities; the module `filtered` says why.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -456,9 +454,8 @@ def _gradient_filter_word_kernel(
     class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that are kept in the same groups are next to each other. If the first group has the word's
-    highest bit, more tiles consist only of classes that the filter keeps than if the first group
-    has the lowest bit.
+    that are kept in the same groups are next to each other. More tiles then consist only of classes
+    that the filter keeps than if the first group had the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -521,8 +518,8 @@ def _gradient_filter_list_kernel(
     """List the tiles that the filter keeps, in the order that one of the two matrix products (with
     the weight, or with the hidden states) needs.
 
-    A pass of the kernels covers consecutive tiles of classes, for all groups of rows; one program
-    lists the tiles of one group in one pass.
+    The kernels process the tiles of classes in several passes. A program lists, for one pass, the
+    tiles of one group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -598,8 +595,8 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of the tiles of one pass again, and store the logits' gradients without
-    one factor per row, by which a later kernel multiplies.
+    """Compute the logits of some tiles again, and store the logits' gradients up to one factor per
+    row, by which a later kernel multiplies.
 
     The stored gradients are zero for classes that the filter drops in a group. If the constant
     WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is

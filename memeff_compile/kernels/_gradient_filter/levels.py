@@ -68,7 +68,7 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
     """Return whether a filter must know each row's log-sum-exp before it chooses classes.
 
     The filter `published` needs the log-sum-exp, because it compares probabilities. Every filter
-    needs the log-sum-exp if a bias has a gradient, because this gradient is always exact.
+    needs the log-sum-exp if a bias has a gradient, because the bias gradient is always exact.
     """
     is_filtered = leaves_out(gradient_filter, depth)
     return is_filtered and (gradient_filter == "published" or of_bias)

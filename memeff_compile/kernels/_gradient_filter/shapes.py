@@ -33,10 +33,10 @@ FILTER_ITEMS = 4
 class FilterShapes(NamedTuple):
     """Tiles, warps and pipeline stages of the filters' kernels on one kind of GPU.
 
-    A group contains `rows` rows. Logits are computed in tiles of `columns` classes, and products in
-    tiles of `rows` x `product_columns`. `per_processor` programs that compute products run on a
-    multiprocessor at the same time, so that one multiplies while another reads and writes the
-    weight's gradient (dC).
+    A group of rows, for which the filter chooses classes, contains `rows` rows. Logits are computed
+    in tiles of `columns` classes, and products in tiles of `rows` x `product_columns`. A
+    multiprocessor runs `per_processor` programs that compute products at the same time: one program
+    multiplies while another reads and writes the weight's gradient (dC).
     """
 
     rows: int

@@ -2,8 +2,8 @@
 
 Each loss op has its own folder next to this one. An op's implementations compute a call block by
 block (module `walks`), and leave out rows (tokens) with an ignored target (module `rows`). The
-module `call` defines the arguments and results of a call, and the module `ranks` the exchange of
-statistics if ranks split the classes. If an op's forward pass also computes gradients, the backward
+module `call` defines the arguments and results of a call. The module `ranks` exchanges statistics
+between ranks that split the classes. If an op's forward pass also computes gradients, the backward
 pass multiplies these gradients by the gradient of the loss (module `scaling`). The module `shapes`
 contains all sizes that the modules of this folder use.
 """

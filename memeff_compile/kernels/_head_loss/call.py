@@ -1,9 +1,9 @@
 """The arguments that every implementation takes, and the results that every implementation returns.
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
-also takes `RowGradients` and `Saved`, and returns `Gradients`. For a loss that is a single number,
-the arguments are a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes`
-explains the letters that stand for axes, such as N for rows (tokens).
+also takes `RowGradients` and `Saved`, and returns `Gradients`. For a scalar loss, the arguments are
+a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes` explains the letters that
+stand for axes, such as N for rows (tokens).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .ranks import Ranks
 
 
 class Settings(NamedTuple):
-    """The settings of a call of a loss op, named as in the op's schema.
+    """The settings of a call of a loss op, with the names of the op's arguments.
 
-    As in eager PyTorch, a row with an ignored target is still computed if the caller requests a
-    statistic that does not depend on the target.
+    As in eager PyTorch, statistics that do not depend on the target, such as the log-sum-exp, are
+    computed for rows with an ignored target, too, if the caller requests them.
     """
 
     ignore_index: int | None
@@ -46,11 +46,11 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings of a call, but without the gradient filter if a requested result does
-        not allow a filter.
+        """Return the settings of a call; remove the gradient filter if a requested result does not
+        allow a filter.
 
-        With label smoothing, for example, the caller requests the sum of each row's logits: every
-        class then has a gradient, so no class can be dropped.
+        For label smoothing, for example, the caller requests the sum of each row's logits; every
+        class then has a gradient, so the filter may drop no class.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top
         return self._replace(gradient_filter="exact") if is_exact else self
@@ -149,7 +149,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of the operands; a gradient that was not requested is None."""
+    """The gradients of the operands; gradients that the caller did not request are None."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight

@@ -20,7 +20,7 @@ FAR = tl.constexpr(64.0)
 
 @triton.jit
 def halves_of(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """Split the columns of a tile in two without moving them between threads.
+    """Split the columns of a tile into two halves without moving data between threads.
 
     An epilogue (the code after a matrix product) needs half the registers if it processes one half
     of the tile at a time.
@@ -37,7 +37,7 @@ def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many rows of a tile are not ignored; the ignored rows come last."""
+    """Return how many rows of a tile are not ignored; these rows come before the ignored rows."""
     if C.HAS_KEPT:
         return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     return rows

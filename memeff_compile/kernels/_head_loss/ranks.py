@@ -125,9 +125,9 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 class Ranks(NamedTuple):
     """The ranks that split the classes, and exchange statistics once per block of rows.
 
-    For each row, a rank sends the log-sum-exp of its classes, and the target's loss if the target
-    is one of its classes, otherwise 0. Ranks exchange no other data. All implementations exchange
-    log-sum-exps and losses in the same format. Blocks contain rows in the order that
+    For each row, a rank sends the log-sum-exp over its classes, and the row's loss over its classes
+    if it has the target's class, otherwise 0. Ranks exchange no other data. All implementations
+    exchange log-sum-exps and losses in the same format. Blocks contain rows in the order that
     `counted_first` returns, which is the same on all ranks.
     """
 

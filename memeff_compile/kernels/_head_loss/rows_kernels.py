@@ -22,8 +22,8 @@ def _head_loss_rows_compact_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """List the rows that are not ignored, in order. A single program computes a prefix sum over the
-    rows' flags, each of which says whether a row is kept."""
+    """List the rows that are not ignored, in order. A single program computes a prefix sum over
+    flags, one per row, that are 1 for a row that is not ignored."""
     count = 0
     for start in range(0, rows, BLOCK):
         offs = start + tl.arange(0, BLOCK)

@@ -21,7 +21,8 @@ from .shapes import CHUNK, SCALED, SCALING_PROGRAMS
 
 
 def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function, library.Function]:
-    """Return `setup_context` and `backward` for an op that returns a total loss and its gradients.
+    """Return the autograd functions `setup_context` and `backward` of an op that returns a total
+    loss and its gradients.
 
     Args:
         trained: the positions, among the op's arguments, of the operands that these gradients
@@ -99,8 +100,7 @@ def at_arguments(
 def scaled_gradients(
     gradients: Sequence[Tensor], by: Tensor, mask: Sequence[bool], *, in_place: bool
 ) -> list[Tensor]:
-    """Return the gradients of a total loss multiplied by `by`, for the operands that `mask`
-    selects.
+    """Multiply the gradients of a total loss by `by`, for the operands that `mask` selects.
 
     Args:
         gradients: the gradients that the forward pass computed.

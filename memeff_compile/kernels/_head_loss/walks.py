@@ -42,8 +42,8 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients, either from logits that the same loop has computed for the
-    statistics, or from recomputed logits.
+    """A loop that computes gradients, either from the logits that the loop has computed for the
+    statistics, or from logits that the loop computes again.
     """
 
     @abstractmethod

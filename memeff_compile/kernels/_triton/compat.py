@@ -27,7 +27,7 @@ def _runtime() -> Any:
 
 
 def is_watched(kernel: Any) -> bool:
-    """Return whether a launch hook is set, for example by a profiler."""
+    """Return whether a launch hook is set for a kernel, for example by a profiler."""
     every = _runtime()
     calls = every.launch_enter_hook.calls or every.launch_exit_hook.calls
     return bool(calls or kernel.pre_run_hooks)
@@ -102,7 +102,7 @@ def is_kept(key: str) -> bool:
 
 
 def keep_files(key: str, files: Mapping[str, bytes]) -> None:
-    """Add a compiled kernel to Triton's cache, unless the cache has it."""
+    """Add a compiled kernel to Triton's cache, unless the cache already contains the kernel."""
     from triton.runtime.cache import get_cache_manager
 
     manager = get_cache_manager(key)
@@ -134,7 +134,7 @@ def is_described(argument: Any) -> bool:
 
 
 def tiles_in(descriptor: Any) -> tuple[Any, ...]:
-    """Return the compile-time properties of a descriptor, without its layout."""
+    """Return the properties of a descriptor that are known at compile time, except its layout."""
     return (*descriptor.block_shape, descriptor.base.dtype)
 
 

@@ -2,11 +2,11 @@
 """Device functions that decide which pairs of a query tile and a key tile are computed, and which
 keys are visible in each pair.
 
-For each program, four numbers describe the tiles that it visits: the first tile, the first complete
-tile, the end of the complete tiles, and the end of all tiles. A visited tile is complete if every
-key of the tile is visible to every query. If the mask depends only on positions, a
-kernel computes these four numbers itself; if there are masks or ids, a small kernel computes them
-first and writes them to a table.
+For each program, four numbers describe the tiles that the program visits: the first tile, the first
+complete tile, the end of the complete tiles, and the end of all tiles. A visited tile is complete
+if every key of the tile is visible to every query. If the mask depends only on positions, a kernel
+computes these four numbers itself; if there are masks or ids, a small kernel computes them first
+and writes them to a table.
 
 In variable names, `rows` and `ours` belong to the program's own tile, and `keys` and `others` to
 the tiles that the program visits.
@@ -89,9 +89,8 @@ def _visited(tile, lengths, span, SIZES, IS_BOUND):
 
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
-    """Return the number of an incomplete tile, which is a visited tile with hidden keys. Of all
-    incomplete tiles it is the one at the position `index`: the incomplete tiles before the complete
-    tiles come first, then those after the complete tiles.
+    """Return the number of an incomplete tile (a visited tile with hidden keys), given the tile's
+    index among all incomplete tiles, which lie before and after the complete tiles.
     """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
@@ -99,8 +98,8 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return three facts about each tile: whether any position is visible, whether all positions
-    are visible, and the range of the positions' ids."""
+    """Return, for each tile, whether any position is visible, whether all positions are visible,
+    and the smallest and the largest id of the visible positions."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:

@@ -141,7 +141,7 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return one tile of a matrix product: the sum of the products of its operands' tiles.
+    """Return one tile of a matrix product: a sum of products of the operands' tiles.
 
     During the sum, the function releases the shared memory from which the previous tile was
     written.
@@ -253,8 +253,8 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
     Each slice (range of columns) of each class has its own scale, a power of two: divided by this
     scale, the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28
-    times the largest number keep fewer than the eleven significant bits of fp16; their error is
-    smaller than the rounding error of the largest number.
+    times the slice's largest number have fewer than the eleven significant bits of fp16; their
+    error is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -372,11 +372,9 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     """Write the hidden states' gradient (dE) for a block of rows, and add the block's contribution
     to the weight's gradient (dC), in one launch.
 
-    The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
-    computed first. The many tiles of the weight's gradient (dC), which are sums over the rows, give
-    work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors. A
-    program that has finished a tile takes the next tile that no program has taken. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    The tiles of dE, which are few and long sums over the vocabulary, come first. A program that has
+    finished a tile takes the next tile that no program has taken; the order does not change the
+    results, as `_linear_cross_entropy_hopper_products_kernel` explains.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

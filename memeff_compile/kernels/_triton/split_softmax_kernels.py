@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def step(score, largest, AXIS: tl.constexpr):
-    """Return the softmax weights of a tile, the factor by which the sums over earlier tiles must be
-    multiplied, and the new largest score.
+    """Return the softmax weights of a tile, the factor that rescales the sums over earlier tiles to
+    the new largest score, and this largest score.
     """
     higher = tl.maximum(largest, tl.max(score, axis=AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -25,8 +25,8 @@ def step(score, largest, AXIS: tl.constexpr):
 
 @triton.jit
 def of_shares(largest, total, share):
-    """Combine the results (splits, D) of several programs, each with its largest score and its sum
-    of softmax weights."""
+    """Combine the attention results (splits, D) of several programs, given each program's largest
+    score and sum of softmax weights."""
     base = tl.max(largest, axis=0)
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(largest - base)

@@ -25,11 +25,11 @@ class Call:
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def scales(self) -> tuple[float, float]:
-        """Return two scales: one turns raw scores into exponents of 2, the other is applied inside
-        the softcap.
+        """Return two scales: the first turns raw scores into exponents of 2, and the second is
+        applied inside the softcap.
 
-        If the mask is a bias, the second scale turns products into scores, and the first only
-        converts scores to base 2.
+        If the mask is a bias, the second scale turns products of queries and keys into scores, and
+        the first scale only converts scores to base 2.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:

@@ -38,10 +38,10 @@ class Dense(NamedTuple):
 
     A broadcast axis has a stride of 0. A program's list contains the tiles of the mask that the
     program visits: the full tiles (every key is visible), and the partial tiles (some keys are
-    hidden). Each list has 3 more int32 numbers than there are tiles that could be visited: the list
-    begins with the number of full tiles and the number of partial tiles. In the rest of the list,
-    the full tiles start at the front, and the partial tiles at the back. The last number of a list
-    is padding, because a kernel reads one tile ahead.
+    hidden). A list begins with its number of full tiles and its number of partial tiles. The full
+    tiles follow at the list's front, and the partial tiles are at its back. The last of the list's
+    int32 numbers is padding, because a kernel reads one tile ahead; so a list has 3 more numbers
+    than there are tiles that could be visited.
     """
 
     ptr: Any

@@ -3,7 +3,7 @@
 
 The codes have the same meaning as in the module `mask_tiles`: 0 for empty (every key is hidden), 1
 for partial, 2 for full (every key is visible). A tile that contains only very low numbers has code
-3 until it is known whether each of its queries has a visible key elsewhere.
+3 until it is known whether each query of the tile has a visible key in another tile.
 """
 
 from __future__ import annotations
@@ -151,6 +151,6 @@ def corner_of(dense, batch, head, query, key):
 
 @triton.jit
 def places_in(dense, query, key):
-    """Return offsets within a tile of the mask, from broadcastable positions of queries and
-    keys."""
+    """Return the memory offsets of elements within a tile of the mask, given their query and key
+    positions, which may be broadcast."""
     return query * dense.row + key * dense.key

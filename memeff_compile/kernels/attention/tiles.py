@@ -54,8 +54,8 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether kernels must read the ranges of tiles to visit from a table; a mask that
-        depends only on positions needs no table."""
+        """Return whether kernels must read from a table which tiles to visit; a mask that depends
+        only on positions needs no table."""
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:

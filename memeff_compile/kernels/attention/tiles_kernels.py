@@ -11,13 +11,13 @@ kernel computes these numbers itself; if there are mask tensors or sequence ids,
 computes them first and writes them to a table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
-exponent is above 0, however large the scores are.
+exponent is above 0.
 
 With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`): a kernel skips
-tiles that the mask hides, and does not read the mask in tiles where it hides no key. If the mask is
-a bias that is added to the scores (IS_BIAS), lse has two planes: the largest score, and the
-logarithm of the sum of weights relative to that score. A single number for the score and the
-logarithm would lose the logarithm when the mask contains the lowest number of a dtype.
+tiles in which the mask hides every key, and does not read the mask in tiles in which the mask hides
+no key. If the mask is a bias that is added to the scores (IS_BIAS), lse has two planes: the largest
+score, and the logarithm of the sum of weights relative to that score. If the mask contains the
+lowest number of a dtype, the sum of the score and the logarithm would be rounded to the score.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
@@ -85,7 +85,7 @@ def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
     partly visible tile with that position.
 
     If the tiles come from a list, the caller loaded the number of this tile one iteration earlier;
-    this call loads the number of tile `following` and returns it as the second result.
+    the second result is the number of the tile `following`, loaded for the next call.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index

@@ -42,7 +42,7 @@ _PRODUCTS = 1 << 24
 
 
 def identity(maps: Sequence[Tensor]) -> None:
-    """Set identity maps, which change no row, for caches with too few first tokens to fit maps."""
+    """Set two layers' maps to the identity, for caches with too few tokens to fit maps."""
     lower_means, upper_means, turns, slots = maps
     lower_means.zero_()
     upper_means.zero_()
@@ -51,8 +51,7 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over rows of keys and values, from which the alignment maps are fitted; they are
-    computed in plain PyTorch or by kernels."""
+    """Sums over two layers' keys and values, from which the maps between the layers are fitted."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -72,14 +71,14 @@ def fit(
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, per position
     span: int = 0,  # how many positions after those of the rows later keys will have
 ) -> None:
-    """Write the alignment maps that bring the rows of two layers closest to each other.
+    """Write the maps that bring two layers' rows (keys or values) closest to each other.
 
     With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
     `span` positions.
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
-    rows. `fit` keeps these rotations and their slots if the new rows are too few to fit better
-    rotations: the keys of a few tokens, after rotary embedding, do not show how keys at later
+    rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
+    better ones: the keys of a few tokens, after rotary embedding, do not show how keys at later
     positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
@@ -102,7 +101,7 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace means and products of keys by their averages over all positions of a span."""
+    """Replace means and products of keys by their averages over the next `span` positions."""
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
     count = count.to(kind)[:, None, None, None]
@@ -118,8 +117,8 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors: the slot (the matching head of the lower layer) of each head of the upper
-    layer, (H), equal for all sequences; and the sums of products of the two layers' rows.
+    """Return two tensors that are equal for all sequences: the slot (matching head of the lower
+    layer) of each head of the upper layer, (H), and the sums of products of the two layers' rows.
 
     The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
     these sums are the rotations. `rows` contains the keys and values of both layers, and `counted`

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that fit the alignment maps between two layers' rows, and apply them to a prompt's rows.
+"""Kernels that fit the maps that align two layers' keys and values, and apply them to a prompt.
 
 The maps follow from two sums over tokens: the sum of the rows, and the sum of the products of two
 layers' rows. Each program sums over some tokens of one sequence and head and writes a partial sum;

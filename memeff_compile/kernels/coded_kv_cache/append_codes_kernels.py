@@ -7,7 +7,7 @@ tokens in order. When the window (the memory for the latest tokens, which are st
 full, a program encodes the oldest group of tokens. If several tokens are appended, as for a prompt,
 another launch directly encodes the groups that contain only new tokens, with more programs; these
 groups are never stored exactly. Programs read the cache's number of tokens from GPU memory. The
-last program to finish writes the new number of tokens, after all programs have read the old number.
+program that finishes last writes the new number, after all programs have read the old number.
 
 The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
@@ -81,8 +81,8 @@ def _stored(step, ptr):
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the smallest and the largest number of each column, or 0 for both if all rows are
-    masked."""
+    """Return the smallest and the largest number of each column, or 0 and 0 if all rows are left
+    out."""
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high

@@ -53,8 +53,8 @@ def append_pair(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Write tokens of both layers, or of the upper layer only, and merge the groups that are
-    complete.
+    """Write tokens of both layers, or of the upper layer only, and merge both layers' complete
+    groups of tokens.
 
     Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
     then returns nan until the cache is reset.

@@ -10,10 +10,9 @@ weights follow from three sums over the channels of both rows, so a program read
 few channels at a time: once to compute the three sums, once to compute and encode the direction.
 Programs read the cache's number of tokens from GPU memory; the last program writes the new number.
 
-Two other kernels merge the groups of a prompt. The first of these two kernels measures the
-distances between the rows of both layers. Then plain PyTorch chooses the rows that stay unmerged,
-and the second kernel encodes keys or values. Both kernels read the key and value tensors that the
-model passes.
+Two other kernels merge the groups of a prompt: one kernel measures the distances between the rows
+of both layers, then plain PyTorch chooses the rows that stay unmerged, and the other kernel encodes
+keys or values. The kernels for prompts read the key and value tensors that the model passes.
 """
 
 from __future__ import annotations

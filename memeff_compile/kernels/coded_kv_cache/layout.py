@@ -3,12 +3,12 @@ into bytes.
 
 Tokens are encoded in groups. The codes of a group are one contiguous block of bytes, so that tensor
 cores read them without reordering: keys token by token, values channel by channel. In a row of D
-channels, 4-bit codes put channel j and channel j + D/2 into the low and high half of one byte;
-2-bit codes put four channels, D/4 apart, into one byte. 3-bit codes are stored in two planes: first
-the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. A byte of
-high bits belongs to the tokens 2t and 2t + 1 for keys, and t and t + group/2 for values. In a byte
-of high bits, the first token's high bit for the p-th of four channels is bit 2p + 2 of the byte
-(bit 0 for the last channel), and the second token's high bit is the next bit.
+channels, the 4-bit codes of the channels j and j + D/2 are the low and the high half of one byte,
+and the 2-bit codes of four channels, D/4 apart, share a byte. 3-bit codes are stored in two planes:
+first the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. A
+byte of high bits belongs to the tokens 2t and 2t + 1 for keys, and t and t + group/2 for values. In
+a byte of high bits, the first token's high bit for the p-th of four channels is bit 2p + 2 of the
+byte (bit 0 for the last channel), and the second token's high bit is the next bit.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class OwnKeys(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """The maps that align two layers, which `alignment` fits and applies.
+    """The linear maps that make the keys and values of two layers similar (module `alignment`).
 
-    If only values are merged, there is one mean and one matrix per head, instead of two.
+    If two layers merge only values, each head has one mean and one matrix instead of two.
     """
 
     lower_means: Any  # (B, H, 2, D), of keys and of values

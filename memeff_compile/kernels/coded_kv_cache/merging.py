@@ -75,8 +75,8 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), that decides which rows stay unmerged: the rows above it or, if
-    `reading` is ``similar``, the rows below it.
+    """Return the distance, (B, H), above which rows stay unmerged; if `reading` is ``similar``,
+    rows below this distance stay unmerged.
 
     The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
     for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
@@ -107,7 +107,7 @@ def kept_rows(
         chosen: bool (B, H, N), whether a row stays unmerged.
         rank: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
             most extreme.
-        left_over: (B, H) int64, the number of rows beyond the threshold that exceed `room`.
+        left_over: (B, H) int64, how many more rows than `room` are beyond the threshold.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)

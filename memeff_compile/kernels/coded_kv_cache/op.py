@@ -240,15 +240,15 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the alignment maps passed to a call (means, rotations and matching heads), or empty
-    tensors if the call has none.
+    """Return the maps between two layers' rows that a call passes (means, rotations, matching
+    heads), or empty tensors if the call has none.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
 
 
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
-    """Return a sentence that says why alignment maps do not fit a cache, or None if they do."""
+    """Return why alignment maps do not fit a cache, as a sentence, or None if the maps fit."""
     batch, heads, _, depth = window.shape
     means, turns, slots = maps
     if (turns is None) != (slots is None) or (turns is not None and means is None):

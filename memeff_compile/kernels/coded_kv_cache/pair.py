@@ -3,9 +3,9 @@ directions (one vector of length one for the keys, or the values, of both layers
 
 The two layers of a pair share the tensors named in `SHARED`; each layer also has its own tensors,
 named in `OWN`. Together, these tensors contain each layer's pool (the ten tensors of a cache) and
-norms, which the ops for view and attention read. In a decoding step, the lower layer writes its
-token before the upper layer's token is computed. So the upper layer's append merges the groups of
-both layers; until then, each layer's tokens are in that layer's window of latest tokens.
+norms, which the ops for attention read. In a decoding step, the lower layer writes its token before
+the upper layer's token is computed. So appending the upper layer's token also merges the groups of
+both layers; until then, each layer's tokens are in its own window of latest tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def shapes_of_pair(
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors that the ops for view and attention take for one layer."""
+    """Return the ten tensors that `coded_kv_cache_attention` takes for a layer."""
     return [*shared[:4], *own[:4], shared[4], own[4]]
 
 
@@ -122,7 +122,7 @@ def unlike_rows(
 
 
 def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | None:
-    """Return a sentence that says why the given maps cannot align two layers, or None if they
+    """Return a sentence that says why the given maps cannot align two layers, or None if the maps
     can."""
     batch, heads, _, depth = window.shape
     shapes = shapes_of_maps(Layout(depth, bits), batch, heads, kinds)
@@ -136,7 +136,7 @@ def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | 
 
 
 def unlike_choices(**given: str) -> str | None:
-    """Return a sentence that names a setting's unknown value, or None if all values are known."""
+    """Return a sentence that names an unsupported value of a setting, or None if there is none."""
     every = {"rule": RULES, "scale": SCALES, "reading": READINGS}
     for name, value in given.items():
         if value not in every[name]:

@@ -171,7 +171,7 @@ def merge(
 
 
 def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
-    """Return the ranges of rows (B, H, n * group, D) that are merged in one call."""
+    """Divide rows, (B, H, n * group, D), into ranges of groups that are merged in one call."""
     batch, heads, count, depth = x.shape
     at_once = max(1, elements // max(1, batch * heads * group * depth)) * group
     return [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
@@ -195,8 +195,8 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the rows that `keep` chose into the memory for unmerged rows; the first row of `rows`
-    has the position `coded` in the cache.
+    """Copy the keys and values that `keep` chose into the memory for unmerged ones; the first of
+    `rows` has the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
@@ -210,7 +210,7 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose the rows that stay unmerged, bool (B, H, n), and record their positions.
+    """Choose the keys and values that stay unmerged, bool (B, H, n), and record their positions.
 
     `apart` (B, H, n) is the distance between the layers; `behind` (B, H, n) is a token's position
     in its sequence, negative for padding.

@@ -179,8 +179,8 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return which positions, (B, H or 1, n), are first tokens, which stay exact, or padding before
-    these tokens.
+    """Return which positions, (B, H or 1, n), contain a first token, which stays exact, or padding
+    before the first tokens.
     """
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)

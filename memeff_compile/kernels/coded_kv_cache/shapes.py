@@ -31,10 +31,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     """Return the sizes of a launch, given the head dimension, the bits, and the number of query
     heads per key-value head.
 
-    A program has one or two warps, or few rows, so that Triton uses the tensor-core instructions
-    for a single warp. For 16 rows, Triton's tensor-core instructions for four warps gave wrong
-    results. The returned sizes were the fastest in `benchmarks/ops/coded_kv.py --part sweep` on an
-    H200.
+    A program has one or two warps, or tiles of few rows, so that Triton uses the tensor-core
+    instructions for a single warp. For tiles of 16 rows, Triton's tensor-core instructions for four
+    warps gave wrong results. The returned sizes were the fastest in `benchmarks/ops/coded_kv.py
+    --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -46,8 +46,8 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the number of rows of a tile for `repeat` query heads per key-value head: 8 for 4
-    heads, 16 for 12."""
+    """Return the number of rows of a tile for `repeat` query heads per key-value head: 8 rows for 4
+    query heads, 16 rows for 12 query heads."""
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
@@ -55,7 +55,7 @@ def halves_for(repeat: int, bits: int) -> int:
     """Return how many groups of tokens share the columns of a tile: two if the query heads fill at
     most half of the tile.
 
-    With 8-bit codes, tiles take more shared memory, and one group at a time was faster.
+    With 8-bit codes, tiles take more shared memory, and tiles with one group were faster.
     """
     return 2 if 2 * repeat <= rows_for(repeat) and bits != 8 else 1
 

@@ -68,8 +68,8 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate queries (B, Hq, 1, D) by the same alignment maps (B, H, 2, D, D) that have rotated the
-    keys; return (B, Hq, D) in fp32.
+    """Rotate queries (B, Hq, 1, D) by the matrices (B, H, 2, D, D) by which the layer's keys were
+    rotated; return (B, Hq, D) in fp32.
     """
     from . import split_codes_kernels as kernels
 
@@ -96,11 +96,11 @@ CHUNK = 32
 
 
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
-    """Return how many of the query heads (B, Hq, ...) one program rotates by an alignment map (B,
-    H, ...).
+    """Return how many of the query heads (B, Hq, ...) one program rotates by a head's matrix (B, H,
+    ...).
 
-    The result is the number of query heads that share a map, so that the map is read once, or 1 if
-    the GPU would otherwise have too few programs.
+    The result is the number of query heads that share a matrix, so that the matrix is read once, or
+    1 if the GPU would otherwise have too few programs.
     """
     batch, kv_heads, _, depth = turns.shape[:4]
     programs = batch * kv_heads * (depth // min(CHUNK, depth))

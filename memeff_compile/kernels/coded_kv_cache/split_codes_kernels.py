@@ -8,13 +8,13 @@ tokens, which are stored exactly. Scores have tokens as rows and query heads as 
 keys and values are the left operands of the matrix products: the kernel reads keys and values as
 bytes and unpacks them in registers, and eight query heads fill a tile. If the query heads fill at
 most half of a tile, two groups of tokens share the tile (HALVES): the first half of the columns has
-the queries for one group, the second half has the queries for the next group. Each product
-multiplies the codes of one of the two groups by all columns, and the kernel uses only the half of
-the columns that belongs to that group. At the end, the two halves of the columns are two separate
-partial results. Codes are not decoded: the query is multiplied by the keys' scales, the softmax
-weight by the values' scales, and zero points are added once per step (a few groups of codes).
-Softmax weights are summed per token in registers, and across tokens only at the end, so a step has
-just two reductions: the zero points of keys, and the largest score. The sums run in a fixed order.
+the queries for one group, the second half has the queries for the next group. A matrix product
+multiplies the codes of one group by all columns, and the kernel uses only this group's half of the
+result. At the end, each half of the columns is a partial result of its own. Codes are not decoded:
+the query is multiplied by the keys' scales, the softmax weight by the values' scales, and zero
+points are added once per step (a few groups of codes). Softmax weights are summed per token in
+registers, and across tokens only at the end, so a step has only two reductions across threads: the
+sum for the zero points of keys, and the maximum of the scores. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -216,8 +216,8 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
     """Return the vector (one number per token) for each column of a tile, as (tokens, columns). If
-    the tile's columns are divided into halves, each half has its own vector; otherwise return the
-    only vector, as (tokens, 1)."""
+    the tile's columns are divided into halves, each half has its own vector; otherwise the result
+    is the only vector, as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -703,8 +703,8 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results, and apply the inverse of the layer's alignment map to the part of
-    the result that comes from merged tokens."""
+    """Combine partial results, and invert the layer's alignment map (a mean and a rotation) in the
+    part of the result that comes from merged tokens."""
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

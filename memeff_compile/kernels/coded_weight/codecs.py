@@ -45,8 +45,8 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory in a compressed weight's lists, whose length depends on the weight's values, so
-    that later values of the weight fit, too."""
+    """Spare memory in the lists of a compressed weight, because later values of the weight may need
+    longer lists."""
 
     share: float = 0.0  # spare elements, as a share of the elements that are used now
     least: int = 0  # the fewest spare elements
@@ -66,8 +66,8 @@ def kernel_of(module: str, name: str) -> Any:
 
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return the arguments of `launch_plain` for a number of warps and constants: a dictionary with
-    the warps and the constants, and a tuple by which `launch_plain` recognises them."""
+    """Return two arguments of `launch_plain`: a dictionary of the launch options (warps,
+    constants), and a tuple of the same values, which can be the key of a dictionary."""
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 
@@ -139,8 +139,8 @@ class Outcome:
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start to copy the new value to the spill buffer, from which it is read if its codes do
-        not fit; once this method has returned, the value may be freed.
+        """Start to copy the weight's new value to the spill buffer, where it is kept in case its
+        codes do not fit; the caller may free the value afterwards.
 
         The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; it has
         space for a header in addition to the value.
@@ -351,8 +351,8 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the codes into zeroed bit streams, whose starts are already known, and write the signs
-    and mantissas."""
+    """Write a weight's codes into bit streams that contain zeros and whose starts are known, and
+    write the weight's signs and mantissas."""
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -586,8 +586,8 @@ Setting: TypeAlias = shapes.RowTile | shapes.MatrixTile | shapes.WideTile
 def setting_of(
     tokens: int, shape: Sequence[int], device: torch.device, form: Format = WIN4
 ) -> Setting | None:
-    """Return the tile of a product whose kernel decodes the weight, or None if the weight must be
-    decoded first."""
+    """Return the tile sizes of a kernel that decodes and multiplies a weight, or None if another
+    kernel must decode the weight first."""
     (rows, columns), count = shape, processors(device)
     has_matrix = device.type == "cuda" and has_gluon()
     if tokens == 1 and (form.is_lossless or not has_matrix):

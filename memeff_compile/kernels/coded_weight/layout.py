@@ -1,6 +1,6 @@
 """Describe into which tensors each codec splits a bf16 weight, and name these tensors.
 
-A weight is read in row-major order, as a flat run of 16-bit patterns, which zeros extend to a whole
+A weight is read in row-major order as a flat array of 16-bit patterns, padded with zeros to a whole
 number of chunks (blocks of fixed size). Every codec stores the sign and mantissa of each pattern as
 one byte, and encodes the exponent. All codecs use the following order inside a group of 256
 weights, so that a kernel rebuilds two neighbouring weights at once, in one 32-bit word:
@@ -170,7 +170,7 @@ def tier_header(counts: Sequence[int]) -> list[int]:
     """Return the starts of three nested windows of 3, 6 and 21 exponents, in this order.
 
     The distribution of exponents has one peak, so the 3, 6 and 21 most frequent exponents are
-    neighbours; an exponent is a window's start plus a code, and no lookup table is needed.
+    neighbours. An exponent is its window's start plus its code, so no lookup table is needed.
     """
     wide = best_window(counts, 21, 1, 234)
     middle = best_window(counts, 6, wide, wide + 15)
@@ -202,8 +202,8 @@ def fits_one_piece(form: Format) -> bool:
     codec.
 
     The position of each tensor then follows from the weight's size and the length of the
-    allocation. So a compiled graph, or a kernel for several weights, takes one tensor per weight
-    instead of six.
+    allocation. With one allocation, a compiled graph takes one tensor per weight instead of six,
+    and so does a kernel for several weights.
     """
     return form == Format("win4")
 

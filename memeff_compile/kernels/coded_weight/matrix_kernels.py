@@ -5,8 +5,7 @@ decodes the codes to tensor-core operands in registers.
 A tensor core takes pairs of neighbours along K (the columns of the weight) as 32-bit words, and
 decoded weights already form such words, called pair words. Each thread loads only the codes of the
 weights that it passes to the tensor core, four words at a time, so threads need not exchange data.
-The order of the terms of a sum along K is free, as long as the weights and x are permuted in the
-same way.
+The terms of a sum along K may have any order, as long as the weights and x have the same order.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
 32-bit words of codes.
@@ -45,10 +44,7 @@ def _odd_bytes(word):
 @gluon.jit
 def _scaled_pair(pair, scale):
     """Multiply the two bf16 numbers in each pair word by the two bf16 numbers of another pair word,
-    and round.
-
-    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
-    -0.0 into 0.0.
+    and round, as `pair_kernels.scaled_pair` does.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
@@ -160,8 +156,8 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return Gluon's layouts for patches (weights stored whole) and for the chunks with which they
-    are compared, and the index of each warp's first patch.
+    """Return the indices of the patches (weights stored whole) that each warp loads at a time,
+    (WARPS, PATCHES).
     """
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
     plain: gl.constexpr = gl.BlockedLayout(
@@ -282,9 +278,9 @@ def _later_patches(
     """Add the products of x with patches (weights stored whole) to `acc` as `patched` does, but
     leave out the first ROUNDS rounds of the loop in `patched`.
 
-    This function multiplies fewer patches at a time, and loads the ends of chunks in each round.
-    One function for all rounds took more registers, which made products with few mantissa bits
-    slower (docs/measured/compressed-weights.md).
+    This function multiplies fewer patches at a time. In each round, it loads the list indices at
+    which the patches of each chunk end. One function for all rounds took more registers, which made
+    products with few mantissa bits slower (docs/measured/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -339,8 +335,8 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Each lane of a warp has four pairs of weights in a group: add the products of two of these
-    pairs to `acc`.
+    """Multiply two of the four pairs of weights that each thread has of a group, and add the
+    products to `acc`.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
@@ -369,8 +365,8 @@ def _matrix_tile(
 ):
     """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
 
-    If the number of groups is a compile-time constant (GROUPS), each warp starts to load two groups
-    before it waits for the first of them, and adds the patches (weights stored whole) last.
+    If the number of weight groups per row is a compile-time constant (GROUPS), each warp loads two
+    groups ahead, and adds the products of patches (weights stored whole) last.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -578,8 +574,8 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load NOTED patches (weights stored whole), from index `begin` on, before they are needed, so
-    that later pipeline steps do not wait for memory.
+    """Load `NOTED` patches (weights stored whole), from index `begin` on, before they are needed,
+    so that later pipeline steps do not wait for memory.
 
     The position of an entry after the last patch is -1.
     """

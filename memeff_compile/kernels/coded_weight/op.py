@@ -3,10 +3,10 @@ autograd.
 
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
-the weight is split into its coded tensors, so an inner compiler sees these tensors as arguments.
-`coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and multiplies;
-otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix library
-multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
+the ops take the weight's coded tensors as separate arguments, so an inner compiler sees these
+tensors. `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and
+multiplies; otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix
+library multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
 instead, so that results equal the results of a dense layer bit for bit (`trained_product`).
 """
 
@@ -43,7 +43,7 @@ def supports_weight(
     *,
     is_loaded_later: bool = False,  # a tensor on the meta device gets values before it is encoded
 ) -> str | None:
-    """Return a sentence that says why a codec cannot encode a tensor, or None if it can."""
+    """Return a sentence that says why a codec cannot encode a tensor, or None if the codec can."""
     if weight.layout != torch.strided or weight.is_quantized:
         return "it is not a plain strided tensor"
     wanted = dtypes.dtype_of(parse(codec))
@@ -94,8 +94,8 @@ def _require(weight: Tensor, codec: str) -> None:
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Return the coded tensors of a tensor of any shape, in the order of `parse(codec).parts`.
 
-    With spare memory (`room`), later values of the weight can be encoded into the same tensors. If
-    the codec cannot encode the values, raise an error.
+    If the tensors have spare memory (`room`), later values of the weight can be encoded into them.
+    If the codec cannot encode the values, raise an error.
     """
     form = parse(codec)
     _require(weight, codec)

@@ -137,7 +137,7 @@ class _Decoding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _decoding(words: int, *shape: int) -> _Decoding:
-    """Return the launch that decodes a weight of a shape from an allocation of `words` 32-bit
+    """Return the launch that decodes a weight of a given shape from an allocation of `words` 32-bit
     words."""
     count = math.prod(shape)
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
@@ -184,9 +184,9 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
     """Update weights with their gradients and encode them in place, all in one launch.
 
     The gradients are bf16, padded to whole chunks, and the kernel overwrites them with the new
-    weights. Each weight gets the same bits as from `codecs.step` followed by `encode_soon`. The
-    allocations are invalid until `list_patches` has processed this function's result. If memory
-    runs out, this function raises an error and has changed no weight.
+    weights. The updated weights equal, bit for bit, those that `codecs.step` and then `encode_soon`
+    give. The allocations are invalid until `list_patches` has processed this function's result. If
+    memory runs out, this function raises an error and has changed no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)

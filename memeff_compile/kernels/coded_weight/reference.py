@@ -290,8 +290,8 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, steps, 32 threads); a thread's eight values of each 256
-    values take eight consecutive steps."""
+    """Reshape flat values to (chunks, steps, 32 threads); of each 256 values, a thread has eight,
+    in eight consecutive steps."""
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 
@@ -407,8 +407,8 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 def with_signs(
     parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
 ) -> list[Tensor]:
-    """Return the tensors `parts`, which encode the exponents, together with the sign and mantissa
-    fields of `patterns`. The bits of a patch (a weight stored whole) come from `whole`, the weight
+    """Return the coded exponents `parts`, and add the tensor of sign and mantissa fields of the bit
+    patterns `patterns`. The bits of a patch (a weight stored whole) come from `whole`, the weight
     to encode.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere

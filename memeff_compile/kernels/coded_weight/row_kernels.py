@@ -2,9 +2,9 @@
 """Kernels that multiply one token by weights compressed with the codec win4, lossless or lossy, and
 decode the weights themselves.
 
-A win4 code is a weight's exponent minus the number `base`. Used directly as an exponent, a code
-gives a tiny number, which the kernel then multiplies by 2^base; code 0 without mantissa bits is
-zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
+A win4 code is a weight's exponent minus the number `base`. The kernel uses the code itself as the
+exponent of a number, and then multiplies this tiny number by 2^base; code 0 without mantissa bits
+is zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
 weight's block. One instruction multiplies and rounds both weights of a pair word (a 32-bit word of
 two bf16 weights), so the kernel multiplies x by exactly the weights that decoding would give.
 
@@ -87,8 +87,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
     """Add the products of x with the eight weights of each word to `acc`.
 
-    If PACKED is set, the scale 2^base, by which decoded weights are multiplied, is given twice in
-    one 32-bit word, otherwise as a single number.
+    `scale` is 2^base, by which decoded weights are multiplied: with PACKED, twice in one 32-bit
+    word, otherwise a single number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)

@@ -136,7 +136,7 @@ LEAST_FULL = 0.6
 def _fills_rounds(programs: int, places: int) -> bool:
     """Return whether the given number of programs is enough to keep busy a GPU that runs up to
     `places` programs at the same time. The result is true if all programs run at the same time, or
-    if they run in several rounds that fill most of these `places`.
+    if they run in several rounds whose programs together use most of these `places`.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places

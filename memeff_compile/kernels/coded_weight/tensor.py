@@ -99,7 +99,7 @@ class Unsettled:
 
 class UnsettledTogether:
     """New values of several weights that are encoded together; each weight's coded tensors lie in
-    one allocation. Otherwise this class is like `Unsettled`.
+    one allocation. Apart from this, the class is like `Unsettled`.
 
     This object keeps the weights' gradients until `encode` is called. All code must call `encode`
     before it reads one of the weights. All gradients come from one CUDA stream, and the kernels run
@@ -318,7 +318,7 @@ class CodedWeight(Tensor):
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
-        """Raise an error if code assigns the compressed weight to the `.data` of another tensor."""
+        """Raise the error for code that assigns this weight to the `.data` of another tensor."""
         raise CodedWeightError(
             f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
             "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
@@ -443,7 +443,7 @@ class CodedWeight(Tensor):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Replace all coded tensors by other memory, or by one allocation."""
+        """Replace all coded tensors by tensors in other memory, or by one allocation."""
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):

@@ -81,7 +81,7 @@ def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _numbers(codes, fields, FIELD: gl.constexpr):
-    """Return four words of two fp16 numbers each: operands 0 to 3, decoded from one word of codes.
+    """Decode a word of codes to the operands 0 to 3, which are words of two fp16 numbers each.
 
     The high byte of each fp16 number has sign, exponent and two mantissa bits: s0ccccmm.
     """

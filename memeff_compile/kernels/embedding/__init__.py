@@ -1,12 +1,12 @@
 """An embedding lookup whose weight gradient is summed per token id, without an fp32 copy of the
 embedding table.
 
-The lookup itself is `aten.embedding`; only the gradient differs. PyTorch's compilers scatter the
-gradient with atomic additions into an fp32 buffer as large as the table (V x D), round that buffer
-to 16 bits, and, if an output projection shares the weight, add it to that projection's gradient.
-This package's ops sort the token ids, sum the gradients of each distinct id in fp32 in a fixed
-order, round each sum once, and add it to a row of the table's gradient, so they need no other
-buffer as large as the table.
+The lookup itself is `aten.embedding`; only the gradient is computed differently. PyTorch's
+compilers scatter the gradient with atomic additions into an fp32 buffer as large as the table (V x
+D), round that buffer to 16 bits, and, if an output projection shares the weight, add it to that
+projection's gradient. This package's ops sort the token ids, sum the gradients of each distinct id
+in fp32 in a fixed order, round each sum once, and add it to a row of the table's gradient, so they
+need no other buffer as large as the table.
 
 - `embedding` looks rows up; its backward pass returns the gradient of the table.
 - `embedding_tied` also returns the table, for an output projection that shares it. Its backward

@@ -31,8 +31,8 @@ def bytes_before(
 
     Inductor scatters the gradient into an fp32 buffer (fp64 for fp64 inputs). Inductor then adds
     this buffer to the output projection's gradient, or rounds the buffer into a second one, which
-    is returned. Without Inductor, the gradient is a tensor of the table's dtype. With DTensor, each
-    rank's gradient has the rows of all ranks.
+    is returned. Without Inductor, the gradient is one V x D tensor of the table's dtype. With
+    DTensor, each rank's gradient has the rows of all ranks.
     """
     v, d = sympy.sympify(vocab), sympy.sympify(depth)
     itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize

@@ -1,7 +1,7 @@
 """Look up embeddings in tables that DTensor splits over ranks: each rank looks up its own rows.
 
-Before: `x = embedding(ids, W)`, where W has the placement Shard(0), and x is a sum over ranks that
-is still pending.
+Before: `x = embedding(ids, W)`, where W has the placement Shard(0), and x is a DTensor whose ranks
+have summands that are not yet added up.
 
 After: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is the rank's
 shard of W.
@@ -21,8 +21,8 @@ from ... import compat
 
 
 class Layout(NamedTuple):
-    """The placements of a lookup's result, and how the table's rows and the ids are split over
-    ranks."""
+    """The DTensor placements of a lookup's result, and how the table's rows and the ids are split
+    over ranks."""
 
     placements: tuple[Any, ...]  # of the rows
     summed: int | None  # the dimension of the mesh whose ranks have other ids, if there is one

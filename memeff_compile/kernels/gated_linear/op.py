@@ -137,9 +137,7 @@ def _backward(given: _Gradients) -> Tensor:
 
 
 def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Run the backward kernel on its three buffers, each flattened to one row of contiguous
-    numbers.
-    """
+    """Run the backward kernel on three buffers, each flattened to one dimension."""
     flat_gate, flat_up = gate.contiguous(), up.contiguous()
     _engine(gate).gradients(flat_gate.view(-1), flat_up.view(-1), grad, activation)
     for given, flat in ((gate, flat_gate), (up, flat_up)):

@@ -80,7 +80,7 @@ def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) 
 
 
 def rows_for(rows: int, itemsize: int) -> int:
-    """Return the number of rows of a tile for `rows` query rows per key-value head."""
+    """Return how many rows a tile has, given the number of query rows per key-value head."""
     most = MAX_ROWS if itemsize <= 2 else MIN_ROWS
     return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))  # (100, 2): 32
 

@@ -54,7 +54,7 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return a number of elements that divides the strides of the keys.
+    """Return the number of elements that is the unit of the keys' strides in kernel arguments.
 
     The result is 1 if Triton detects by itself that the strides are divisible by 16.
     """

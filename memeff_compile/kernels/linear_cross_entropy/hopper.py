@@ -8,22 +8,22 @@ logit; no other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
-vocabulary. From the logits' gradient G, the kernels compute the complete hidden-state gradient dE
-of these rows, and add the block's contribution to the weight gradient dC. Until the last block, the
-weight's gradient (dC) is stored in fp16, because its sums need three more bits than bf16 has; the
-sums of a class in SLICE features share a power of two as their scale.
+vocabulary. From G, the kernels compute the hidden-state gradient dE of these rows, and add the
+block's contribution to the weight gradient dC. Until the last block, the weight's gradient (dC) is
+stored in fp16, because its sums need three more bits than bf16 has. Every SLICE neighbouring
+numbers in a row of dC share a scale (a power of two).
 
-A second form of the backward pass processes blocks of W classes one after another. This form takes
-less memory, and supports fp16 and a workspace limit. For each block of classes, the kernels write
-the weight's gradient for these classes once. They add the logits' gradient times the block's rows
-of the weight to the hidden states' gradient in fp32; a launch adds to each element once. With the
-minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's memory.
+A backward pass by blocks of W classes takes less memory than one by blocks of rows, and supports
+fp16 and a workspace limit. For each block of classes, the kernels write the weight's gradient for
+these classes once. The hidden states' gradient is summed in fp32; each launch adds to each element
+once. With the minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's
+memory.
 
-A loss that is a single number takes three matrix products for each block of rows. The first product
-writes X (the probabilities up to one factor per row) in 16 bits, and computes fp32 statistics from
-the same registers. The missing factor of a row follows from its log-sum-exp; the other two products
-multiply X by operands that contain this factor. For R rows and V classes, X takes 2RV bytes. The
-kernels compute rows again if their logits are far from the expected range, which the GPU checks.
+A scalar loss takes three matrix products for each block of rows. The first product writes the
+matrix X in 16 bits, 2RV bytes for R rows and V classes, and computes the rows' statistics in fp32.
+X contains the softmax probabilities up to one factor per row, which the kernels compute later from
+the row's log-sum-exp. The products that compute dE and dC multiply X by operands that contain this
+factor. Rows whose logits are far from the expected range are computed again; a kernel finds them.
 
 The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
@@ -32,8 +32,8 @@ a hidden size that is a multiple of 8, and a contiguous weight.
 On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
 plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
 the time of four matrix products, and of reading and writing the hidden states' gradient (dE) once
-per block. A loss that is a single number should take 3 * 2NDV / 700e12 seconds; the lower bounds
-(at 790e12 operations per second) and the predictions of this time are:
+per block. A scalar loss should take 3 * 2NDV / 700e12 seconds; the lower bounds (at 790e12
+operations per second) and the predictions of this time are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
@@ -195,8 +195,8 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """The backward pass by blocks of classes: it computes the weight's gradient (dC) of a block
-    completely, and adds up the hidden states' gradient (dE) in fp32."""
+    """The backward pass by blocks of classes: each block completes its rows of the weight's
+    gradient (dC), and adds its contribution to the hidden states' gradient (dE) in fp32."""
 
     def __init__(
         self,
@@ -450,8 +450,8 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows; here X equals the logits' gradient G, and the factor of
-    each row is 1."""
+    """The backward pass by blocks of rows: a `ByRows` loop in which X is the logits' gradient G
+    itself, so the factor of each row is 1."""
 
     def __init__(
         self,
@@ -484,8 +484,8 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """The computation of a loss that is a single number: it computes the logits once, and the
-    gradients from the same logits."""
+    """The computation of a scalar loss and its gradients, for which the logits are computed only
+    once."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks
@@ -618,8 +618,8 @@ def add_columns(
     at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
     launch: Any,
 ) -> None:
-    """Add the column sums of X (the logits' gradient up to a factor per row), with its rows
-    multiplied by their scale, to the sums of the bias's gradient."""
+    """Multiply each row of X (the logits' gradient up to a factor per row) by the row's scale, and
+    add the column sums to the bias's gradient."""
     launch(
         kernels._linear_cross_entropy_hopper_bias_kernel,
         (-(-x.shape[1] // SUMMED_COLUMNS),),

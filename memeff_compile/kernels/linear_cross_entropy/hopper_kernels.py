@@ -2,18 +2,18 @@
 """The kernels of the implementation `hopper`: matrix products whose epilogue processes each tile of
 logits in registers.
 
-The epilogue (the code after a tile's product) uses the tile of logits in one of three ways: it
-reduces the tile to statistics of its rows (tokens); or, if the statistics are known, it writes a
-tile of the logits' gradient G; or, if they are not known yet, it writes a tile of X (the logits'
-gradient up to a factor per row).
+The epilogue (the code after a tile's product) uses the tile of logits in one of three ways. It
+reduces the tile to statistics of the rows (tokens); it writes a tile of the logits' gradient G, if
+these statistics are known; or it writes a tile of X (the logits' gradient up to a factor per row).
 
-An element of X is X_ij = exp(z_ij - base_i), times dz/ds with a softcap (s is the product before
-the softcap), rounded once to 16 bits; base_i is a number near the row's largest logit. The base is
-known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor
-that turns row i of X into gradients is exp(base_i - lse_i) times the scale, where lse_i is the
-row's log-sum-exp; the products of X with other matrices apply this factor. At a row's target, X
-contains (p - 1) / factor, where p is the target's probability, so that no difference of 16-bit
-numbers loses precision. Ranks that split the vocabulary exchange log-sum-exps after writing X.
+An element of X is X_ij = exp(z_ij - base_i), rounded once to 16 bits, where base_i is a number near
+the largest logit of row i; a softcap multiplies X_ij by dz/ds (s is the product before the
+softcap). base_i is known before the logits are computed, so writing X need not wait for the
+log-sum-exp. The factor that turns row i of X into gradients is exp(base_i - lse_i) times the scale,
+where lse_i is the row's log-sum-exp; the products of X with other matrices apply this factor. In
+the column of a row's target class, X contains (p - 1) / factor, where p is the target's
+probability, so that the subtraction is not done in 16 bits. Ranks that split the vocabulary
+exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
@@ -418,8 +418,8 @@ def _linear_cross_entropy_hopper_base_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write each row's base, a number that is subtracted from the row's logits: the logit of the
-    row's target.
+    """Write each row's base, the number that is subtracted from the row's logits: the target's
+    logit.
 
     In a trained model, a row's largest logit is usually slightly above its target's logit. If
     another rank has the target's class, the base is the logit of another class.
@@ -538,8 +538,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
     """Check that a row's base (the number subtracted from its logits) is close enough to its
     largest logit, then merge the row's statistics in a fixed order.
 
-    If ranks split the vocabulary, this kernel only writes the numbers to exchange, and another
-    kernel computes the loss.
+    If ranks split the vocabulary, this kernel only writes the statistics that the ranks exchange,
+    and another kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)

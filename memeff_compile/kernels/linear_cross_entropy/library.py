@@ -1,16 +1,16 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
-The forward pass multiplies the hidden states by the weight's rows for one strip of classes after
-another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges the
+The forward pass multiplies the hidden states by the weight's rows for one strip (range) of classes
+after another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges its
 products into a running maximum and sum per row.
 
-The backward pass computes the same strips of products again, one block of classes after another. A
-kernel turns each strip into the logits' gradient G in the input dtype. Then cuBLAS writes the
-product of G and the hidden states into the block's rows of the weight's gradient (once, without an
-fp32 copy), and adds the product of G and the weight's rows to the hidden states' gradient (dE) in
-fp32. The logits' gradient G has its own buffer. Writing the logits' gradient G over the fp32 strip
-would save no memory, because a separate buffer for G and a narrower strip together take the same
-bytes; the results would also depend on the order in which warps read and write.
+The backward pass processes one block of classes after another, and computes the products of a block
+again, strip by strip. A kernel turns each strip into the logits' gradient G in the input dtype.
+Then cuBLAS writes the product of G and the hidden states into the block's rows of the weight's
+gradient (once, without an fp32 copy), and adds the product of G and the weight's rows to the hidden
+states' gradient (dE) in fp32. The logits' gradient G has its own buffer, because writing G over the
+fp32 strip would save no memory: a separate buffer and a narrower strip together take the same
+bytes. The results would also depend on the order in which warps read and write.
 
 If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
 implementation processes blocks of rows instead. For each block of rows, it multiplies hidden states
@@ -89,8 +89,7 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A backward pass over blocks of classes, which computes the logits again, one strip of classes
-    after another."""
+    """A backward pass over blocks of classes, which computes each strip (range) of logits again."""
 
     def __init__(
         self,
@@ -248,7 +247,8 @@ def _products(given: Operands, first: int, stop: int, out: Tensor) -> None:
 def _merge(
     s: Tensor, given: Operands, state: Tensor, found: RowResults, first: int, settings: Settings
 ) -> None:
-    """Merge a strip of products, fp32 (N, W), into the running statistics of the rows, (N, STATE).
+    """Merge the products of a strip (range) of classes, fp32 (N, W), into the rows' running
+    statistics, (N, STATE).
 
     The strip starts at the class `first`.
 

@@ -139,7 +139,7 @@ def bytes_after(
 
 
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
-    """Return an upper bound of the size of the blocks of logits that exist at one time.
+    """Return an upper bound of the bytes of the blocks of logits that exist at one time.
 
     `how` has the fields of `How` as its keys.
     """
@@ -187,8 +187,8 @@ def total_bytes(
     has_softcap: bool = False,  # likewise
     gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of a loss that is a single number, without inputs,
-    gradients and 64 bytes per row.
+    """Return an upper bound of the bytes of a scalar loss, without inputs, gradients and 64 bytes
+    per row.
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row), the statistics of
     X's tiles, and the rows multiplied by their scale. In plain PyTorch, the bound counts a block of

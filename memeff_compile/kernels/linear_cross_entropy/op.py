@@ -13,10 +13,10 @@ row; its backward op computes the logits again. The forward pass of the op
 training step takes three matrix products instead of four. The backward pass of this op only
 multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
 
-Four more ops support output projections whose classes are split over ranks (`vocabulary_parallel`):
-one rank's statistics, the merging of statistics, one rank's total, and the total that all ranks
-use. Four further ops only call the ops above, and make graphs easy to read: `_adapted` and
-`_adapted_total` (with a LoRA adapter), `_over_ranks` and `_total_over_ranks` (split over ranks).
+Four more ops support classes that are split over ranks (`vocabulary_parallel`). They compute one
+rank's statistics, merge statistics, compute one rank's total loss, and choose the total loss for
+all ranks. Four further ops only call the ops above, and make graphs easy to read: `_adapted`,
+`_adapted_total` (with an adapter), `_over_ranks`, `_total_over_ranks` (split classes).
 
 Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not
 have the many arguments for ranks.
@@ -117,8 +117,8 @@ _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_p
 
 
 def _called(*tensors: Any, **settings: Any) -> _Forward:
-    """Return a checked call, including the arguments that the dispatcher omits because they equal
-    their defaults."""
+    """Check the arguments of an op's call, and add those that the dispatcher omits because they
+    equal their defaults."""
     checked = {name: settings[name] for name in _CHECKED if name in settings}
     require("linear_cross_entropy", supports(*tensors, **checked))
     return _Forward(Operands(*tensors), Settings(**settings).served())

@@ -3,11 +3,11 @@
 For 16-bit and fp32 inputs, matrix products are fp32 and are not rounded before exp; for fp64 inputs
 they are fp64. Gradients of the logits are computed in full precision, including the target's term.
 For a loss per row, this implementation processes blocks of classes, and rounds the gradients of the
-logits once to the input dtype, as the implementation `library` does. For a loss that is a single
-number, this implementation processes blocks of rows: it computes a block's logits once for the
-whole vocabulary, reduces them to row statistics, and then overwrites them with their gradient. The
-weight's gradient is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an
-ignored target are left out; on a GPU, reading the targets would make the CPU wait for the GPU.
+logits once to the input dtype, as the implementation `library` does. For a scalar loss, this
+implementation processes blocks of rows: it computes a block's logits once for the whole vocabulary,
+reduces them to row statistics, and then overwrites them with their gradient. The weight's gradient
+is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an ignored target are
+left out; on a GPU, reading the targets would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ LOG_ZERO = -1000.0
 
 
 class Forward(Statistics):
-    """A forward pass over blocks of classes, which keeps for each row the maximum and sums relative
-    to this maximum."""
+    """A forward pass over blocks of classes, which keeps, per row, the largest logit so far and
+    sums relative to this logit."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.settings, self.rows = settings, given.target.shape[0]
@@ -428,13 +428,13 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a block, and for each row a valid column index."""
+    """Return which rows have their target in a block, and, for every row, a column of the block."""
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)
 
 
 def _round(g: Tensor, dtype: torch.dtype) -> None:
-    """Round the numbers of a tensor to those of another dtype; the tensor keeps its dtype."""
+    """Round a tensor's numbers to the precision of another dtype; its own dtype does not change."""
     if g.dtype != dtype:
         g.copy_(g.to(dtype))
 

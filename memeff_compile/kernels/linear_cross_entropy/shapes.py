@@ -39,7 +39,7 @@ def _round_down(value: int, step: int) -> int:
 
 
 def _half_vocab(vocab: int) -> int:
-    """Return the widest allowed block, half the vocabulary, so that no buffer is N x V."""
+    """Return the largest width of a block, half the vocabulary, so that no buffer is N x V."""
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
@@ -126,8 +126,8 @@ def library_widths(
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
     gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).
     For fp32 inputs the gradient overwrites the product, so strip and block are one buffer. The
-    block is then narrowed until the product for the weight's gradient keeps all multiprocessors
-    busy to its end.
+    block is then narrowed if fewer multiprocessors are idle at the end of the product for the
+    weight's gradient.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
@@ -297,7 +297,7 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
 
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
-    """Predict the backward pass's time, in loop iterations of one output tile."""
+    """Predict the backward pass's time, in multiples of a loop iteration for one output tile."""
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)

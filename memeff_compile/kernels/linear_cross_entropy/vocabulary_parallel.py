@@ -13,10 +13,10 @@ of all ranks into the results of `linear_cross_entropy` for all classes:
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
 classes, so it uses the softmax over all classes, not only over this rank's classes.
 
-A loss that is a single number needs a row's softmax before its gradients, and no rank has all
-classes. So all ranks process the same blocks of rows and exchange numbers once per block: each rank
-computes its logits, sends two numbers per row to the other ranks (`Ranks`), and computes its
-gradients with the numbers of all ranks:
+A scalar loss needs a row's softmax before its gradients, and no rank has all classes. So all ranks
+process the same blocks of rows and exchange numbers once per block: each rank computes its logits,
+sends two numbers per row to the other ranks (`Ranks`), and computes its gradients with the numbers
+of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
@@ -30,8 +30,8 @@ the collectives that it sees, so two other collectives, the `all_gather` before 
 All ranks must have the same number of rows, so they first gather their row counts; if the counts
 differ, every rank raises an error. The gathered data and the number of gathers depend only on the
 number of rows, the classes of all ranks, the dtype, the workspace and the kind of device, so ranks
-may use different implementations. Each rank gets the gradient of its W_r, and its summand of the
-gradient of h; the ranks have to add up these summands.
+may use different implementations. Each rank gets the gradient of its W_r, and a summand of the
+gradient of h; the caller has to add up the summands of all ranks.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return the number of rows for which the ranks exchange numbers at a time.
+    """Return for how many rows at a time the ranks exchange statistics.
 
     Every implementation uses this number of rows as its block height.
     """

@@ -2,14 +2,14 @@
 
 An implementation (engine) is a module with three functions. `forward`, `backward` and `total` take
 the arguments of a call and return a `walks.Walk`: a loop over blocks of rows or of classes, and the
-work on each block. A loss per row takes two such loops: one computes statistics; the other computes
-the logits again, and gradients from them. A loss that is a single number takes one loop over the
-rows, if the implementation supports this: the loop computes a block's statistics and then the
-block's gradients. Between these two steps, ranks with different classes exchange statistics.
+work on each block. A loss per row takes two such loops: the first computes statistics; the second
+computes the logits again, and from them the gradients. A scalar loss takes one loop over the rows,
+if the implementation supports this: the loop computes a block's statistics and then the block's
+gradients. Between these two steps, ranks with different classes exchange statistics.
 
-- `reference` has blocks of classes for a loss per row, and of rows for a loss that is one number.
-- `library` has the same blocks as `reference`; it uses one loop for a loss that is a single number
-  only if the weight is frozen and has an adapter.
+- `reference` has blocks of classes for a loss per row, and of rows for a scalar loss.
+- `library` has the same blocks as `reference`; it uses one loop for a scalar loss only if the
+  weight is frozen and has an adapter.
 - `hopper` has blocks of rows; the backward pass of a loss per row may have blocks of classes.
 
 An implementation, and with it its kernels, is imported when it runs for the first time.
@@ -169,8 +169,7 @@ def is_read_in_tiles(weight: Tensor) -> bool:
 
 
 def is_faster_in_one_walk(has_kernels: bool) -> bool:
-    """Return whether a loss that is a single number is faster in one loop over the blocks than in
-    two.
+    """Return whether a scalar loss is faster in one loop over the blocks than in two.
 
     One loop takes three matrix products, two loops take four: on an H200, one loop took 46.0 ms and
     two loops took 60.9 ms with 8192 rows, a hidden size of 2304 and 256000 classes
@@ -190,8 +189,8 @@ def makes_gradients_in_forward(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether to compute a loss that is a single number together with its gradients, in one
-    loop.
+    """Return whether to compute a scalar loss and its gradients in one loop over the blocks of
+    rows, from the same logits.
 
     Three settings need a second loop that computes the logits again: the gradient filter
     `published`, a filter that applies to only one gradient, and the minimal workspace without a
@@ -220,8 +219,8 @@ def makes_gradients_in_forward_adapted(
     trains_weight: bool,  # whether the output projection's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
-    """Return whether to compute a loss that is a single number in one loop, for an output
-    projection with a LoRA adapter.
+    """Return whether to compute a scalar loss and its gradients in one loop over the blocks of
+    rows, for an output projection with a LoRA adapter.
 
     The result is false if the projection's weight trains, because the weight's gradient would be
     rounded once per block, or stored in fp32. For fp16, the result is false, because the range of
@@ -247,8 +246,8 @@ def makes_gradients_in_forward_over_ranks(
 
     All ranks get the same result, whatever their GPUs.
 
-    The result is false with a gradient filter: a filter chooses tiles by the softmax over all
-    classes, which a single loop does not know in time.
+    The result is false with a gradient filter, because a filter chooses tiles by the softmax over
+    all classes, which a single loop knows too late.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -285,7 +284,7 @@ def backward(
 
 
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute a loss that is a single number, and its gradients, in one loop of an implementation.
+    """Compute a scalar loss and its gradients in one loop over blocks of rows.
 
     If ranks split the classes, each block also has a step `meet`, which exchanges statistics of the
     block's rows.
@@ -366,11 +365,11 @@ def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
 
 
 def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
-    """Compute a loss that is a single number, and its gradients, by an implementation's forward
-    pass and then its backward pass.
+    """Compute a scalar loss, and its gradients, by an implementation's forward pass and then its
+    backward pass.
 
-    If ranks split the classes, they exchange statistics between the two passes, as often as in one
-    loop.
+    If ranks split the classes, they exchange statistics between the two passes, once per block of
+    rows.
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:
@@ -401,10 +400,11 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
-    """Return the indices of the rows to compute on a CPU, or None for all rows.
+    """Return the indices of the rows that a call on a CPU computes, or None if it computes all
+    rows.
 
-    The function returns None if the caller requests a statistic of ignored rows, and on a GPU,
-    where the CPU would have to wait for the number of rows.
+    The result is None if the caller requests a statistic of ignored rows, or if the tensors are on
+    a GPU, because the CPU would have to wait for the number of rows.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

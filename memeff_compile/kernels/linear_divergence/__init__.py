@@ -14,10 +14,10 @@ are such sums. The student's logits are scale * (hidden @ weight.T + bias). The 
 computed in the same way from the teacher's hidden states and weight, which may have another hidden
 size, or the caller passes the teacher's logits. The op computes no gradient for the teacher.
 
-For each block of rows, two matrix products compute the logits. From these logits, the op computes
-row statistics in fp32, then the gradient of the student's logits, which overwrites the logits. A
-loss that is a single number takes four matrix products, including gradients; losses per row take
-six, because the backward pass computes the logits again.
+For each block of rows, two matrix products compute the logits of student and teacher. From these
+logits, the op computes row statistics in fp32, then the gradient of the student's logits, which
+overwrites the logits. A scalar loss takes four matrix products, including gradients; a loss per row
+takes six, because the backward pass computes the logits again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..sizes import Size
 
 
 class Coefficients(NamedTuple):
-    """The factors of the six sums over the classes, and the teacher's weight in the mixture."""
+    """The factors of the six sums of a divergence, and the teacher's share of the mixture m."""
 
     q_log_q: float = 0.0
     q_log_p: float = 0.0
@@ -32,12 +32,12 @@ class Coefficients(NamedTuple):
     share: float = 0.0
 
     def times(self, factor: float) -> Coefficients:
-        """Return the coefficients of the divergence multiplied by a number."""
+        """Return the coefficients of the divergence that is `factor` times this divergence."""
         return Coefficients(*(factor * each for each in self))._replace(share=self.share)
 
     @property
     def has_mixture(self) -> bool:
-        """Return whether one of the sums contains the mixture m."""
+        """Return whether the divergence has a term with the mixture m of both softmaxes."""
         return self.q_log_m != 0 or self.p_log_m != 0
 
     @property
@@ -46,8 +46,8 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return equivalent coefficients of the same divergence for which the mixture m equals
-        neither p nor q."""
+        """Return coefficients of the same divergence that have no term with the mixture m if m
+        equals p or q."""
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -189,7 +189,7 @@ def shapes_for(device: torch.device) -> Shapes:
 
 
 def tile_of(given: Request | ClassRequest) -> int:
-    """Return the number of columns of a tile of products."""
+    """Return the number of columns of a tile of logits."""
     biases = (given.bias, getattr(given, "teacher_bias", None))
     return TILE if biases == (None, None) else TILE_WITH_BIAS
 
@@ -218,7 +218,7 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the number of rows of all slots together."""
+        """Return the number of rows of all slots (buffers) together."""
         return self.rows * (self.blocks + self.others)
 
 
@@ -232,8 +232,8 @@ def slots_for(
     trains: bool = True,
     lent: int = 0,
 ) -> Slots:
-    """Choose the number of slots (buffers for the gradients of a block of rows): as many as fit
-    into the workspace, but no more than the rows need.
+    """Choose the number of slots (buffers for the logits' gradients of a block of rows): as many as
+    fit into the workspace, but no more than the call has blocks of rows.
 
     Args:
         rows: the number of rows in the call.

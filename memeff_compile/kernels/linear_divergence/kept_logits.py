@@ -7,15 +7,15 @@ stored in fp32. So a stored logit has an error of at most 2^-12 times its distan
 which is negligible for likely classes. For comparison, a logit that a model computes in bf16 has an
 error of up to 2^-9 times its size. On compute capability 9.0, the kernel of the matrix product
 stores the logits itself, so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS
-writes strips of fp32 products, and a Triton kernel reads them from the L2 cache. The next kernel
-reads a row's logits of student and teacher, computes the row's sums in fp32, and overwrites the
-student's logits with their gradient. For 32-bit inputs, logits are stored in 32 bits.
+writes fp32 products for a range of classes at a time, and a Triton kernel reads them from the L2
+cache. The next kernel reads a row's logits of student and teacher, computes the row's sums in fp32,
+and overwrites the student's logits with their gradient. For 32-bit inputs, logits have 32 bits.
 
 The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
-of several blocks are stored next to each other (see `call.Slots`), so that one product adds
-their contributions to the weight's gradient; each such product rounds the sum once, as in the op
-for cross entropy. If a single product covers all rows, the teacher's logits use the memory of the
-weight's gradient, which is written last.
+of several blocks are stored next to each other (see `call.Slots`), so that one product adds their
+contributions to the weight's gradient; each such product rounds the weight's gradient once, as in
+the op for cross entropy. If a single product covers all rows, the teacher's logits use the memory
+of the weight's gradient, which is written last.
 
 The CPU never waits for the GPU or reads a value from it, and the kernels sum without atomic
 operations.
@@ -158,8 +158,8 @@ class _Walk(ABC):
         bias: Tensor | None,
         scale: float,
     ) -> None:
-        """Store the logits of some rows: products with an output projection's weight, or logits
-        that the caller passed."""
+        """Store the logits of some rows: computed with an output projection's weight, or passed by
+        the caller."""
         vocab, plane = self.given.vocab, self.sums.stride(1)
         if weight is not None and self._is_tiled(rows, weight):
             self._keep_tiles(side, out, rows, weight, bias, scale)
@@ -212,7 +212,7 @@ class _Walk(ABC):
 
     def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
         """Return whether the GPU can load tiles of both operands of a matrix product through
-        descriptors, and is of a kind that was measured to be faster with descriptors."""
+        descriptors, and whether this was faster on GPUs of its kind."""
         are_read = all(
             each.dtype in (torch.bfloat16, torch.float16)
             and each.is_contiguous()

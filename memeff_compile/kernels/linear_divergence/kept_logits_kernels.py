@@ -2,8 +2,8 @@
 """The kernels of the implementation `kept_logits`: one turns products into stored logits, the
 others turn stored logits into results and gradients.
 
-A program of a kernel that stores logits computes whole tiles, and a program of the other kernels
-computes whole rows. So no two programs share a sum, and every run gives the same bits. All
+In a kernel that stores logits, each program computes whole tiles; in the other kernels, each
+program computes whole rows. So no two programs share a sum, and every run gives the same bits. All
 arithmetic is fp32.
 """
 
@@ -149,7 +149,7 @@ def _mixed(log_p, log_q, share):
 
 @triton.jit
 def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
-    """Return the log-probabilities of one tile of columns, for each row of the block."""
+    """Return the log-probabilities of some tiles of one row, (tiles, columns)."""
     kept = tl.load(ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
     base = tl.load(sums_ptr + tile, mask=tile < tiles, other=0.0)
     return kept + (base - lse)[:, None]
@@ -296,8 +296,8 @@ def _linear_divergence_kept_logits_spread_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the part of a row's gradient that comes from its log-sum-exp; if the call has no
-    log-sum-exp, write zeros."""
+    """Write the part of a row's gradient that comes from the row's log-sum-exp, or zeros if the
+    call requests logits instead of log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     kept_ptr += row * stride_row

@@ -57,7 +57,7 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Reset the counters of all attention calls, so that they start at the first level again."""
+    """Reset the counters of all attention calls to the first precision level of their lists."""
     for counter in list(_counters.values()):
         counter.zero_()
 

@@ -5,15 +5,15 @@ if the queries' means are subtracted. A kernel's name contains its step:
 - `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also
   computes sums of some queries or, if the queries' means are subtracted, the mean of each block of
   queries.
-- `settle` combines the chunks' results to means, the scales of values, and the common direction of
-  queries.
+- `settle` computes, from the chunks' results, the means, the scales of values, and the direction of
+  the queries' mean (their common direction).
 - `write` writes the codes of keys and values, and the sum of the values in each block.
 - `total` computes running sums of the values' rounding errors: for each block, the sum over this
   block and all earlier blocks.
 - `correct` computes the scores of the queries' means with the keys, if these means are subtracted.
 
-The kernels read all values, but only every SAMPLE-th key, because the mean of the keys may be
-approximate. Only the kernels `settle` and `total` combine results of several programs; they read
+The kernel `look` reads all values, but only every SAMPLE-th key, because an approximate mean of the
+keys is enough. Only the kernels `settle` and `total` combine results of several programs; they read
 these results from memory.
 
 If all queries have a large common mean, the rounding error of a key changes the key's scores with
@@ -621,7 +621,7 @@ def _quantized_attention_prepare_correct_kernel(
     """Write the scores of the queries' means with the keys, after subtracting the keys' mean from
     the keys.
 
-    If STARTS is set, the scores are multiples of the quantisation step of the keys' block.
+    If STARTS is set, the kernel divides the scores by the scale of the keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -3,8 +3,8 @@
 Codes are integers in fp32, so fp32 sums of their products are exact. Softmax weights and values are
 rounded to their number format and multiplied in fp32. Softmax weights are computed for one tile of
 keys after another, with a running maximum, as in the kernels, because the rounding depends on that
-maximum. This implementation sums exactly within a tile; on tensor cores, such a sum has an
-additional error, a thousandth as large as the error from rounding weights and values.
+maximum. This implementation sums exactly within a tile; tensor cores add an error, a thousandth as
+large as the error from rounding weights and values.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return the mean rounding error of the values, (B, G, rows, D), over the visible blocks.
+    """Return the mean rounding error of the values in each query's blocks, (B, G, rows, D).
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     the result.
@@ -418,7 +418,7 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
 
 
 def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: int) -> Tensor:
-    """Return the scores of some queries and keys, (B, H, rows, keys), in base 2."""
+    """Return the scores of some queries and keys, (B, H, rows, keys), as exponents of 2."""
     q = made.q[:, :, first:stop]
     batch, heads, rows, depth = q.shape
     q = q.reshape(batch, heads // repeat, repeat * rows, depth)

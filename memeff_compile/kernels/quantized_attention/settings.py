@@ -82,8 +82,8 @@ class Settings:
 
     @property
     def aligns(self) -> bool:
-        """Return whether keys are rounded so that errors along the mean query cancel;
-        SageAttention2 does not do this."""
+        """Return whether keys are rounded so that their errors hardly change the scores with the
+        mean query; SageAttention2 does not do this."""
         return self.granularity == "row" and "q" not in self.smooth
 
     @property
@@ -103,8 +103,8 @@ class Settings:
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return how many channels the Hadamard transform combines, as two numbers: of distant
-        channels, and of neighbouring channels.
+        """Return how many distant channels and how many neighbouring channels the Hadamard
+        transform combines.
         """
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
@@ -140,8 +140,8 @@ class Settings:
     def starts(self) -> bool:
         """Return whether the int32 sums are initialised with the scores of the queries' means.
 
-        The result is false for 8-bit codes, because the scores of the means, in quantisation steps,
-        may then be too large for int32.
+        The result is false for 8-bit codes, because the scores of the means, counted in
+        quantisation steps, may be too large for int32.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 

@@ -81,7 +81,7 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 
 
 def channels_together(wide: int) -> int:
-    """Return the number of channels whose products with the queries' means are added at a time."""
+    """Return how many channels each step sums when keys are multiplied by the queries' means."""
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
 

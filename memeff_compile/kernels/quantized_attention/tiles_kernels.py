@@ -11,9 +11,9 @@ The product of a tile's softmax weights and values is computed separately, and t
 the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
 only about 14 bits of a sum, too few for many keys.
 
-The product for the scores leaves the softmax weights in other registers than those that the product
-with the values reads. So `prepare_kernels` stores the values' tokens in the order in which
-registers contain the softmax weights; `_reordered` computes this order.
+The softmax weights are not in the registers from which the product with the values would read them.
+So `prepare_kernels` stores the values' tokens in the order in which the registers contain the
+softmax weights; `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
@@ -158,9 +158,6 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
     """Return the mean rounding error of the values in each channel, over the blocks from `first` to
     `stop`.
-
-    The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
-    the result.
     """
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)

@@ -2,7 +2,7 @@
 
 In a model trained with ternary weights, each weight matrix has entries -1, 0 and 1 and one scale,
 and activations are integers with one scale per token. Without these ops, a compiler would multiply
-dense bf16 matrices instead.
+dense bf16 matrices.
 
 - `ternary_linear_pack` encodes weights as 2-bit codes, four to a byte.
 - `ternary_linear_repack` converts weights from the layout of transformers' BitNet checkpoints to

@@ -2,8 +2,8 @@
 tensors, gradients.
 
 Separate ops quantise activations and weights, so that linears with the same input share the input's
-codes. `ternary_linear_product` also takes the unquantised input and weight. The op does not read
-the unquantised tensors, but passes gradients to them, as a straight-through estimator does.
+codes. `ternary_linear_product` also takes the unquantised input and weight. The op reads only the
+codes, but passes gradients to the unquantised tensors, as a straight-through estimator does.
 """
 
 from __future__ import annotations
@@ -490,7 +490,7 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
-    """Return no gradient: codes are constants, and the op for the product passes gradients to the
+    """Return no gradient: codes are constants, and `ternary_linear_product` passes gradients to the
     unquantised inputs."""
     return (None,) * len(ctx.needs_input_grad)
 

@@ -1,8 +1,8 @@
 """The quantisers of activations: a fixed list that graph passes and modules share.
 
 A quantiser computes the maximum or mean of each token's absolute values, derives a scale from it,
-and rounds the token's numbers to codes. `scale` means codes per unit (a value is code / scale), or
-units per code if the model uses that form (a value is code * scale).
+and rounds the token's numbers to codes. Depending on the model, a value is code / `scale` or code *
+`scale`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A quantiser's kind, and the details in which models implement it differently."""
+    """A quantiser of one kind, and the details in which models implement this kind differently."""
 
     kind: str = "int8"  # a key of `KINDS`
     eps: float = 1e-5  # keeps the statistic above zero
@@ -89,5 +89,5 @@ def kept(columns: int) -> int:
 
 
 def compute_dtype(dtype: torch.dtype, *, is_native: bool) -> torch.dtype:
-    """Return the dtype in which a quantiser computes."""
+    """Return the dtype in which a quantiser computes, given the dtype of its input."""
     return dtype if is_native else torch.float32

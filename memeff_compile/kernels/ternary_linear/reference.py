@@ -134,8 +134,8 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_fp4(scaled: Tensor) -> Tensor:
-    """Return twice the FP4 number that is nearest to each value; `scaled` contains twice the
-    values. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
+    """Round values to the nearest FP4 numbers; `scaled` contains twice the values, and the result
+    twice the FP4 numbers. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
     """
     size = scaled.abs()
     code = torch.zeros_like(size)

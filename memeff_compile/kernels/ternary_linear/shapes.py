@@ -47,7 +47,7 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the tile sizes for `tokens` <= 4 that were the fastest, or nearly, on an H200.
+    """Return the tile sizes for at most 4 tokens that were fastest, or nearly fastest, on an H200.
 
     `words` is the number of 32-bit words in a row of weights; `rows` is the number of rows of all
     matrices of the launch.
@@ -80,8 +80,8 @@ def quantizes_first(words: int, rows: int) -> bool:
 def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
     """Return whether integer dot products are faster than tensor cores, whose tiles have 16 tokens.
 
-    On an H200, for nine sizes of weights, dot products were always faster for two tokens and never
-    for four.
+    On an H200, with weights of nine sizes, dot products were always faster for two tokens, and
+    never faster for four tokens.
     """
     return tokens < 3 or (tokens == 3 and not quantizes_first(words, rows))
 

@@ -62,7 +62,7 @@ def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
 def _settings(
     quantizer: Quantizer, dtype: torch.dtype, columns: int, is_cuda: bool
 ) -> dict[str, Any]:
-    """Return the properties of a quantiser that a kernel needs."""
+    """Return the properties of a quantiser as constants of a kernel."""
     kind = KINDS[quantizer.kind]
     rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
         dtype if quantizer.is_native else torch.float32

@@ -2,10 +2,10 @@
 """Triton kernels of the implementation `tiles` of ternary linears.
 
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
-2-bit fields. If a kernel masks all but one field of each byte, the word contains four codes (0, 1
-or 2), and an integer instruction multiplies them by four bytes of the activations' plane for that
-field. A stored weight code is larger by one than the weight (-1, 0 or 1), so at the end the kernel
-subtracts the sum of a token's codes.
+2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
+(0, 1 or 2). An integer instruction multiplies these codes by four activations, which are stored
+next to each other (in the plane for this field). A stored weight code is larger by one than the
+weight (-1, 0 or 1), so at the end the kernel subtracts the sum of a token's codes.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -65,10 +65,10 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set all elements of a token to zero, except the `kept` elements with the largest absolute
     values.
 
-    The kernel finds the smallest of these absolute values, two bits at a time, starting with the
+    The kernel finds the smallest of the kept absolute values, two bits at a time, starting with the
     highest bits. For each possible value (1, 2 or 3) of the next two bits, the kernel counts the
-    elements that are at least as large as a number with the known bits, this value, and then zeros.
-    One sum over the token contains all three counts.
+    elements that are at least as large as the number with the known bits, then this value, then
+    zeros. A single sum over the token's elements contains all three counts.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
