@@ -35,7 +35,7 @@ class ValuesPair(Pair):
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
-        """Return zeros, because no tokens stay unmerged, apart from the exact first tokens."""
+        """Return counts of unmerged tokens: zeros, because this cache merges all encoded tokens."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
