@@ -1,4 +1,4 @@
-"""The bytes of a linear's weight without and with compression, as formulas in N (rows of the
+"""The bytes of a linear layer's weight without and with compression, as formulas in N (rows of the
 weight) and K (columns of the weight).
 """
 

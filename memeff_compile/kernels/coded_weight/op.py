@@ -247,8 +247,8 @@ def _fake_product(given: Product) -> Tensor:
 def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
-    An inner compiler sees an ordinary linear: it may split off the bias, and it calls the linear
-    with less overhead than a custom op. The op that decodes gets x as its argument `at`, so the
+    An inner compiler sees `F.linear`: it may split off the bias, and it calls `F.linear` with less
+    overhead than a custom op. The op that decodes gets x as its argument `at`, so the
     compiler can neither decode a weight before its layer's input x exists, nor decode a weight only
     once if several layers share it. For weights that require gradients, inputs with unusual strides
     are copied into contiguous rows.
@@ -315,13 +315,13 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Return the linear of x with a dense weight. This function never gets a compressed weight:
-    another function computes the linear from the tensors that contain its codes."""
+    """Return the product of x and a dense weight. This function never gets a compressed weight:
+    another function multiplies by a compressed weight, using the tensors of its codes."""
     return F.linear(x, weight, bias)
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Run the linears of several dense weights, like `_linear`."""
+    """Return the product of x and each of several dense weights, like `_linear`."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -356,11 +356,11 @@ def _gradients(
 
 
 def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run the linear with its gradients, and save the operands of the backward pass before the
+    """Run a linear layer with its gradients, and save the operands of the backward pass before the
     product.
 
     An activation checkpoint stops its recomputation as soon as it has saved all tensors that the
-    forward pass saved: with an ordinary linear, it stops before the last product of the
+    forward pass saved: with `F.linear`, it stops before the last product of the
     checkpointed block. A custom op's autograd formula, however, saves operands only after the op
     has run. So this function creates two autograd nodes: one saves the operands, the other
     multiplies. A tensor without memory connects the two nodes.

@@ -124,7 +124,7 @@ def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexp
 @triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
     """Multiply both bf16 weights of a 32-bit word by the normaliser (scale) of the block that
-    contains the weight at `place`."""
+    contains the weight with the index `place`."""
     if BLOCK == 0:
         return pair
     scale = 1.0 + tl.load(norms_ptr + place // BLOCK).to(tl.float32) / 128

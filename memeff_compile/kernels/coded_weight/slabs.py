@@ -2,7 +2,7 @@
 
 Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
 lists of irregular length. If each list had its own allocation, PyTorch's allocator would round the
-list's size up, by as much as one MiB; for linears of Llama-3-8B's shape with the codec `tier`, this
+list's size up, by as much as one MiB; for weights of Llama-3-8B's shape with the codec `tier`, this
 rounding costs 71 MiB. In a shared allocation, lists are stored without gaps.
 """
 

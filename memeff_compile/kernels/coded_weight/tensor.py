@@ -1,7 +1,7 @@
 """CodedWeight: a tensor subclass that has the shape and dtype of a weight, but stores only the
 weight's codes.
 
-An operation without special support first decodes the weight. A linear becomes
+An operation without special support first decodes the weight. A linear layer calls
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
 raise an error, because no dense memory exists to write to; only `copy_` of a whole new value works:
 the value is encoded. A view is a decoded copy, and in-place writes to a view raise an error too.
@@ -528,9 +528,9 @@ class CodedWeight(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Handle functions that read memory without PyTorch's dispatcher, and in eager mode run a
-        linear as this package's op.
+        linear layer as this package's op.
 
-        Under a compiler, the linear stays as it is, and the pass `encode_weights` rewrites it.
+        Under a compiler, the layer's call stays, and the pass `encode_weights` rewrites it.
         """
         with compat.without_torch_function():
             out = kwargs.get("out") if kwargs else None
@@ -700,8 +700,8 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear as this package's op, with autocast's casts; return None if the op does not
-    support the linear."""
+    """Run a linear layer as this package's op, with autocast's casts; return None if the op does
+    not support the layer."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type

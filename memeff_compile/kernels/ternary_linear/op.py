@@ -1,7 +1,7 @@
 """memeff::ternary_linear and its related ops: schemas, validation, choice of implementation, fake
 tensors, gradients.
 
-Separate ops quantise activations and weights, so that linears with the same input share the input's
+Separate ops quantise activations and weights, so that layers with the same input share the input's
 codes. `ternary_linear_product` also takes the unquantised input and weight. The op reads only the
 codes, but passes gradients to the unquantised tensors, as a straight-through estimator does.
 """
@@ -97,8 +97,8 @@ class _Gradients(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
-    """Return a sentence that says why the op does not support a linear of x (..., K), or None if it
-    does.
+    """Return a sentence that says why the op cannot multiply x (..., K) by the weight, or None if
+    it can.
 
     The weight (N, K) is None if only the packed weight exists; the bias (N,) may be None.
     """

@@ -1,5 +1,5 @@
-"""The reference implementation of ternary linears, in plain PyTorch; it also defines the layout of
-packed weights.
+"""The reference implementation of ternary linear layers, in plain PyTorch; it also defines the
+layout of packed weights.
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
 the codes of columns 16 t to 16 t + 15: field j of byte b is column 16 t + 4 j + b. Activations are

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels for ternary linears: rows and tokens per program, and warps."""
+"""Tile sizes of the kernels for ternary linear layers: rows and tokens per program, and warps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The implementation `tiles` of ternary linears: it launches the Triton kernels. This
+"""The implementation `tiles` of ternary linear layers: it launches the Triton kernels. This
 implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, so a CUDA graph can capture the calls.

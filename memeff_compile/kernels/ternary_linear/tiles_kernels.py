@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Triton kernels of the implementation `tiles` of ternary linears.
+"""Triton kernels of the implementation `tiles` of ternary linear layers.
 
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
 2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
@@ -332,7 +332,7 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 @triton.jit
 def _factor(scale, weight_scale, C: tl.constexpr):
-    """Return the factor that turns an integer product into the linear's output."""
+    """Return the factor that turns an integer product into the linear layer's output."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
     if not C.IS_STEP:
