@@ -142,7 +142,7 @@ def fit_serving(
     This function allocates no tensors and traces no code.
 
     Args:
-        model: a config.json, a folder with one, or a model of transformers, "meta" included.
+        model: a config.json, a folder with one, or a model of transformers (also on "meta").
         memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
             names.
         gpu: the name of a GPU, such as "rtx4090".

@@ -14,8 +14,8 @@ training step takes three matrix products instead of four. The backward pass of 
 multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
 
 Four more ops support classes that are split over ranks (`vocabulary_parallel`). They compute one
-rank's statistics, merge statistics, compute one rank's total loss, and choose the total loss for
-all ranks. Four further ops only call the ops above, and make graphs easy to read: `_adapted`,
+rank's statistics, merge statistics, compute a rank's total loss, and give all ranks the total of
+the first rank. Four further ops only call the ops above, and make graphs easy to read: `_adapted`,
 `_adapted_total` (with an adapter), `_over_ranks`, `_total_over_ranks` (split classes).
 
 Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not
