@@ -66,13 +66,13 @@ def _of_cache(name: str) -> str:
         pairs = PAIRS.fullmatch(part)
         if pairs:
             what = "values" if mixed or pairs["what"] == "values merged" else "keys and values"
-            how = "" if what == "values" else " without alignment"
-            how = " with alignment" if pairs["what"] == "aligned" else how
+            how = "merged" if what == "values" else "merged without alignment"
+            how = "aligned and merged" if pairs["what"] == "aligned" else how
             how += " by a report" if pairs["report"] else ""
             how += f" (`t={pairs['t']}`)" if pairs["t"] else ""
-            told.append(f"{what} merged in pairs{how} {MERGED[pairs['where']]}")
+            told.append(f"{what} of every two layers {how}, {MERGED[pairs['where']]}")
         elif part == "merged":
-            told.append("values merged in pairs in all layers")
+            told.append("values of every two layers merged, in all layers")
         elif part == "per_head":
             told.append("one scale per head (`per_head`)")
         elif part.startswith("groups of "):

@@ -450,8 +450,8 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows: a `ByRows` loop in which X is the logits' gradient G
-    itself, so the factor of each row is 1."""
+    """The backward pass by blocks of rows. A `ByRows` loop multiplies a matrix X, with a factor for
+    each row; here X is the logits' gradient G itself, so each factor is 1."""
 
     def __init__(
         self,
