@@ -454,8 +454,8 @@ def _gradient_filter_word_kernel(
     class.
 
     The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that are kept in the same groups are next to each other. More tiles then consist only of classes
-    that the filter keeps than if the first group had the lowest bit.
+    that are kept in the same groups are next to each other. With this order of bits, more tiles
+    consist only of kept classes than if the first group had the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)

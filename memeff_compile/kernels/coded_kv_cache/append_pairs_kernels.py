@@ -110,8 +110,8 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the shared directions, (tokens, columns) for keys and (columns,
-    tokens) for values.
+    """Return some columns of the directions (unit vectors) that two merged layers share: (tokens,
+    columns) for keys, (columns, tokens) for values.
     """
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
