@@ -115,7 +115,7 @@ class Hooks:
         caches); this method is called only for graphs without gradients."""
 
     def forget(self) -> None:
-        """Free all memory that the system (such as KV caches) keeps between calls;
+        """Free all memory that the system keeps between calls, such as buffers of KV caches;
         `memeff_compile.reset()` calls this method."""
 
 

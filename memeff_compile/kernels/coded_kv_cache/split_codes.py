@@ -96,8 +96,8 @@ CHUNK = 32
 
 
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
-    """Return how many of the query heads (B, Hq, ...) one program rotates by a head's matrix (B, H,
-    ...).
+    """Return how many query heads of q (B, Hq, ...) one program rotates by the matrix of their
+    key-value head in turns (B, H, ...).
 
     The result is the number of query heads that share a matrix, so that the matrix is read once, or
     1 if the GPU would otherwise have too few programs.

@@ -63,8 +63,8 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Record whether the codes fitted into the old codes' memory, and which spill buffer
-        contains the value; the dense value may then be freed.
+        """Record whether the codes fitted into the old codes' memory. If not, `refuge` is the
+        buffer that contains the weight's value. The dense value may then be freed.
 
         The dense value is kept until the spill buffer contains it, even if an error occurs before.
         """
