@@ -103,7 +103,7 @@ def _operations_to_cache() -> dict[str, str]:
     If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
     operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
     without dropout as random. The state of the random numbers is an argument of the compiled code,
-    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks the operation so.
+    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks it as cacheable.
     """
     from torch._prims import rng_prims
 

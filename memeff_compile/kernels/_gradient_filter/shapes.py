@@ -35,8 +35,8 @@ class FilterShapes(NamedTuple):
 
     A group of rows, for which the filter chooses classes, contains `rows` rows. Logits are computed
     in tiles of `columns` classes, and products in tiles of `rows` x `product_columns`. A
-    multiprocessor runs `per_processor` programs that compute products at the same time: one program
-    multiplies while another reads and writes the weight's gradient (dC).
+    multiprocessor runs `per_processor` programs that compute products at the same time; if there
+    are two, one multiplies while the other reads and writes the weight's gradient (dC).
     """
 
     rows: int

@@ -1,5 +1,5 @@
 """Import Gluon's functions and types from the installed version of Triton. Gluon is experimental,
-so importing this module fails under some versions."""
+so importing this module can fail."""
 
 from __future__ import annotations
 

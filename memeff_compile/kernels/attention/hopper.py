@@ -41,8 +41,8 @@ LEAST_PAIRS = 1 << 29
 """The least number of pairs of a query and a key, over all heads, of a measured call; small calls
 would wait for the host."""
 NARROW = 64
-"""The one head dimension below `MEASURED` for which calls with sequence ids or masks of keys were
-faster."""
+"""The one head dimension below `MEASURED` for which kernels were faster: the forward kernel with
+sequence ids or masks of keys, and the backward kernels without them."""
 LEAST_ROWS, LEAST_ROWS_NARROW = 1 << 18, 1 << 19
 """The least number of queries over all heads of a measured call with ids or masks of keys, and of
 such a call with heads of 64."""

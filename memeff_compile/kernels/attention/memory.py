@@ -41,7 +41,7 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
     multiple of 128. With a mask of keys or sequence ids, a table exists while a kernel runs: 16
     bytes per tile and sequence, or, for the kernels in Gluon, about 8 bytes per position of each
-    sequence, rounded up to a multiple of 128 positions. All heads share this table; there are at
-    least 16 heads, so the table is at most about 7 % of the formula.
+    sequence, rounded up to a multiple of 128 positions. All heads share this table, and the
+    kernels in Gluon need at least 16 heads, so their table is at most about 7 % of the formula.
     """
     return 8 * sympy.sympify(batch) * heads * queries

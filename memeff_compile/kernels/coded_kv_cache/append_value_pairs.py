@@ -95,8 +95,8 @@ def _append_first(
     limit: int,
     settings: Merging,
 ) -> None:
-    """Fit the maps that align the layers' values to the first tokens that an empty cache gets, and
-    append the tokens of both layers.
+    """Fit the maps between the two layers' values, using the first tokens that an empty cache gets,
+    and append the tokens of both layers.
     """
     shared, lower, upper, maps = pair
     new, window = upper_new[0].shape[2], upper.k_window.shape[2]

@@ -3,9 +3,9 @@ directions (one vector of length one for the keys, or the values, of both layers
 
 The two layers of a pair share the tensors named in `SHARED`; each layer also has its own tensors,
 named in `OWN`. Together, these tensors contain each layer's pool (the ten tensors of a cache) and
-norms, which the ops for attention read. In a decoding step, the lower layer writes its token before
-the upper layer's token is computed. So appending the upper layer's token also merges the groups of
-both layers; until then, each layer's tokens are in its own window of latest tokens.
+norms, which the ops for view and attention read. In a decoding step, the lower layer writes its
+token before the upper layer's token is computed. So appending the upper layer's token also merges
+the groups of both layers; until then, each layer's tokens are in its own window of latest tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def shapes_of_pair(
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors that `coded_kv_cache_attention` takes for a layer."""
+    """Return the ten tensors that `coded_kv_cache_view` and `_attention` take for a layer."""
     return [*shared[:4], *own[:4], shared[4], own[4]]
 
 

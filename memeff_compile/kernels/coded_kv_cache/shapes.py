@@ -33,8 +33,8 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
     A program has one or two warps, or tiles of few rows, so that Triton uses the tensor-core
     instructions for a single warp. For tiles of 16 rows, Triton's tensor-core instructions for four
-    warps gave wrong results. The returned sizes were the fastest in `benchmarks/ops/coded_kv.py
-    --part sweep` on an H200.
+    warps gave wrong results. The returned sizes were the fastest in
+    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)

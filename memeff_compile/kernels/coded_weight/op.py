@@ -315,13 +315,13 @@ def _products(given: _Products) -> list[Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
-    """Return the product of x and a dense weight. This function never gets a compressed weight:
-    another function multiplies by a compressed weight, using the tensors of its codes."""
+    """Return `F.linear` of x, a dense weight and a bias. This function never gets a compressed
+    weight: another function multiplies by a compressed weight, using the tensors of its codes."""
     return F.linear(x, weight, bias)
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the product of x and each of several dense weights, like `_linear`."""
+    """Return `F.linear` of x with each of several dense weights and its bias, like `_linear`."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 

@@ -23,7 +23,8 @@ A scalar loss takes three matrix products for each block of rows. The first prod
 matrix X in 16 bits, 2RV bytes for R rows and V classes, and computes the rows' statistics in fp32.
 X contains the softmax probabilities up to one factor per row, which the kernels compute later from
 the row's log-sum-exp. The products that compute dE and dC multiply X by operands that contain this
-factor. Rows whose logits are far from the expected range are computed again; a kernel finds them.
+factor. If a kernel finds a row whose logits are far from the expected range, all logits of the
+row's block are computed again.
 
 The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
@@ -484,8 +485,8 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """The computation of a scalar loss and its gradients, for which the logits are computed only
-    once."""
+    """The computation of a scalar loss and its gradients. The logits of a block of rows are
+    computed once, or twice if the logits of one of its rows are far from the expected range."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks

@@ -6,9 +6,9 @@ The epilogue (the code after a tile's product) uses the tile of logits in one of
 reduces the tile to statistics of the rows (tokens); it writes a tile of the logits' gradient G, if
 these statistics are known; or it writes a tile of X (the logits' gradient up to a factor per row).
 
-An element of X is X_ij = exp(z_ij - base_i), rounded once to 16 bits, where base_i is a number near
-the largest logit of row i; a softcap multiplies X_ij by dz/ds (s is the product before the
-softcap). base_i is known before the logits are computed, so writing X need not wait for the
+An element of X is X_ij = exp(z_ij - base_i), or with a softcap exp(z_ij - base_i) * dz/ds (s is the
+product before the softcap), rounded once to 16 bits; base_i is a number near the largest logit of
+row i. base_i is known before the logits are computed, so writing X need not wait for the
 log-sum-exp. The factor that turns row i of X into gradients is exp(base_i - lse_i) times the scale,
 where lse_i is the row's log-sum-exp; the products of X with other matrices apply this factor. In
 the column of a row's target class, X contains (p - 1) / factor, where p is the target's

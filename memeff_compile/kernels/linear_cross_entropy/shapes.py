@@ -126,8 +126,8 @@ def library_widths(
     For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
     gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).
     For fp32 inputs the gradient overwrites the product, so strip and block are one buffer. The
-    block is then narrowed if fewer multiprocessors are idle at the end of the product for the
-    weight's gradient.
+    block is then narrowed, to at least half its width, to the width with the least predicted time:
+    few multiprocessors are then idle at the end of the product for the weight's gradient.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)

@@ -190,7 +190,7 @@ def makes_gradients_in_forward(
     workspace: int = 0,  # likewise
 ) -> bool:
     """Return whether to compute a scalar loss and its gradients in one loop over the blocks of
-    rows, from the same logits.
+    rows.
 
     Three settings need a second loop that computes the logits again: the gradient filter
     `published`, a filter that applies to only one gradient, and the minimal workspace without a

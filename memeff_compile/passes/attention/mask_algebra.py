@@ -393,8 +393,8 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in the formula of an element. The formula's value depends on the
-    index along these axes."""
+    """Return the axes that occur in a scalar (the formula of an element), a `Linear` or a `Read`;
+    its value depends on the index along these axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 

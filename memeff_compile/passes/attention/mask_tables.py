@@ -88,8 +88,8 @@ def behind(editor: Editor, anchor: Node | None) -> Node:
 
 
 class _Writer:
-    """Inserts the nodes that compute one table: the mask's condition on each key, or on each query.
-    Intermediate tensors have the shape (batch or 1, length or 1)."""
+    """Inserts the nodes that compute one table: a boolean or integer for each key, or each query,
+    of each sequence. All intermediate tensors have the shape (batch or 1, length or 1)."""
 
     def __init__(self, editor: Editor, table: Table) -> None:
         self.editor, self.table = editor, table

@@ -106,9 +106,9 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 
 
 def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
-    """Return the first node of each layer, and the first node after each stack of layers, with the
-    nodes that the partition before it returns for `_give_residual`; the key None is the end of the
-    graph.
+    """Return the first node of each layer, and the first node after each stack of layers. For each
+    of these nodes, also return the nodes that `_give_residual` makes the partition before it
+    return; the key None stands for the end of the graph.
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
     In that partition, the compiler fuses the normalization with the addition of the previous
@@ -137,10 +137,10 @@ def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
 
 def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
     """Make the partition that contains the normalization from `place` to `end` also return the
-    input of the normalization; return this input.
+    inputs of the normalization that the graph computes; return these nodes.
 
-    The next layer reads this input. In the last layer, no layer reads it, but the partition returns
-    it too, so that all partitions have the same structure.
+    The next layer reads them. After the last layer, no layer reads them, but the partition returns
+    them too, so that all partitions have the same structure.
     """
     norm = {*nodes[place:end]}
     given = dict.fromkeys(each for node in norm for each in node.all_input_nodes)

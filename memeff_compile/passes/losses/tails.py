@@ -31,7 +31,7 @@ class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
     With a target, ``kind`` is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
-    log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, kind is
+    log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, ``kind`` is
     ``lse`` (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p),
     ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
     classes). ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
