@@ -204,7 +204,7 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
     only for values.
 
     Each product multiplies a row of the upper layer by the row of the matching head in the lower
-    layer. The mean is subtracted from each row first.
+    layer. The mean of the head's rows, from `maps`, is subtracted from each row first.
     """
     from . import alignment_kernels as kernels
 

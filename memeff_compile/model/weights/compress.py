@@ -95,7 +95,7 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    `str()` has one line for all weights with the same text; `to_json()` has one entry per weight.
+    `str()` has one line for all weights with the same result; `to_json()` has one entry per weight.
     """
 
     weights: tuple[CompressedWeight, ...]
