@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +140,28 @@ def dense_with_gradients(case: Case, grad: Tensor) -> tuple[Tensor, ...]:
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value, 0 for no values."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+BUDGET = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
+"""The largest difference from float64, over the largest value."""
+NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
+
+
+def gradient_like(case: Case) -> Tensor:
+    """Return a drawn gradient of a case's output, on the same device."""
+    generator = torch.Generator(case.q.device).manual_seed(7)
+    given = {"device": case.q.device, "dtype": case.q.dtype, "generator": generator}
+    return torch.randn(case.q.shape, **given)
+
+
+def assert_equals_dense(found: Sequence[Tensor], case: Case, grad: Tensor) -> None:
+    """Compare out, lse and the gradients of q, k and v with dense attention in float64."""
+    for name, ours, wanted in zip(NAMES, found, dense_with_gradients(case, grad), strict=True):
+        is_number = wanted != -math.inf
+        assert torch.equal(ours != -math.inf, is_number), name
+        difference = largest(ours.double()[is_number] - wanted[is_number])
+        budget = BUDGET[case.q.dtype] * max(1.0, largest(wanted[is_number]))
+        assert difference <= budget, f"{name}: {difference} > {budget}, {case.settings}"
 
 
 MASKS = (

@@ -58,7 +58,7 @@ def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
 
 
 @triton.jit
-def _visited(tile, lengths, span, SIZES, IS_BOUND):
+def visited_by(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program visits, for masks that depend only on positions.
 
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
@@ -97,7 +97,7 @@ def edge_tile(index, first, full_first, full_stop):
 
 
 @triton.jit
-def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
+def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
     """Return, for each tile, whether any position is visible, whether all positions are visible,
     and the smallest and the largest id of the visible positions."""
     shown = place < length
@@ -112,6 +112,32 @@ def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS:
         low = tl.min(tl.where(shown, ids, FAR), axis=1)
         high = tl.max(tl.where(shown, ids, -FAR), axis=1)
     return some, every, low, high
+
+
+@triton.jit
+def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
+    """Return which of the tiles `other` the program visits, and which of them are complete.
+
+    `reach` is `visited_by`'s result for the program's tile; `ours` and `theirs` are `table_of`'s
+    results for the program's tile and for the tiles `other`.
+    """
+    visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)
+    complete = (other >= reach[1]) & (other < reach[2]) & (ours[1] * theirs[1] != 0)
+    if HAS_IDS:
+        low, high, their_low, their_high = ours[2], ours[3], theirs[2], theirs[3]
+        visited = visited & (low <= their_high) & (their_low <= high)
+        complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
+    return visited, complete
+
+
+@triton.jit
+def run_of(found, other, is_in):
+    """Extend a run of tiles, the first tile of a kind and the first later tile of another kind, by
+    the tiles `other`, of which those with `is_in` are of the kind."""
+    first, stop = found
+    first = tl.minimum(first, tl.min(tl.where(is_in, other, FAR), axis=0))
+    stop = tl.minimum(stop, tl.min(tl.where((is_in == 0) & (other > first), other, FAR), axis=0))
+    return first, stop
 
 
 @triton.jit
@@ -137,43 +163,31 @@ def _attention_key_tiles_bounds_kernel(
     lse_ptr += batch * heads * queries
     place = tile * C.OURS + tl.arange(0, C.OURS)
     if C.OURS_ARE_QUERIES:
-        first, full_first, full_stop, stop = _visited(
+        reach = visited_by(
             tile, (queries, keys), (ahead, behind), (C.OURS, C.OTHERS), (C.HAS_AHEAD, C.HAS_BEHIND)
         )
-        some, every, low, high = _table_of(
-            query_ids_ptr, mask_ptr, place[None, :], queries, False, C.HAS_IDS
-        )
+        our_table = table_of(query_ids_ptr, mask_ptr, place[None, :], queries, False, C.HAS_IDS)
         count = keys
     else:
-        first, full_first, full_stop, stop = _visited(
+        reach = visited_by(
             tile, (keys, queries), (behind, ahead), (C.OURS, C.OTHERS), (C.HAS_BEHIND, C.HAS_AHEAD)
         )
-        some, every, low, high = _table_of(
-            key_ids_ptr, mask_ptr, place[None, :], keys, C.HAS_KEY_MASK, C.HAS_IDS
-        )
+        our_table = table_of(key_ids_ptr, mask_ptr, place[None, :], keys, C.HAS_KEY_MASK, C.HAS_IDS)
         count = queries
     # The first visited tile, the last visited tile, the first complete tile, and the first tile
     # after it that is not complete.
     least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
-    start, end = first, stop
+    start, end = reach[0], reach[3]
     if C.MEAN and not C.OURS_ARE_QUERIES:
         start, end = 0, (queries + C.OTHERS - 1) // C.OTHERS
     for chunk in tl.range(start // C.CHUNK, (end + C.CHUNK - 1) // C.CHUNK, num_stages=1):
         other = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
         places = other[:, None] * C.OTHERS + tl.arange(0, C.OTHERS)[None, :]
         if C.OURS_ARE_QUERIES:
-            their_some, their_every, their_low, their_high = _table_of(
-                key_ids_ptr, mask_ptr, places, keys, C.HAS_KEY_MASK, C.HAS_IDS
-            )
+            their_table = table_of(key_ids_ptr, mask_ptr, places, keys, C.HAS_KEY_MASK, C.HAS_IDS)
         else:
-            their_some, their_every, their_low, their_high = _table_of(
-                query_ids_ptr, mask_ptr, places, queries, False, C.HAS_IDS
-            )
-        visited = (other >= first) & (other < stop) & (some * their_some != 0)
-        complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
-        if C.HAS_IDS:
-            visited = visited & (low <= their_high) & (their_low <= high)
-            complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
+            their_table = table_of(query_ids_ptr, mask_ptr, places, queries, False, C.HAS_IDS)
+        visited, complete = whole_pairs(other, reach, our_table, their_table, C.HAS_IDS)
         if C.MEAN and not C.OURS_ARE_QUERIES:
             sums = tl.load(lse_ptr + places, mask=places < queries, other=0.0)
             has_empty = tl.max((sums == float("-inf")).to(tl.int32), axis=1) != 0
@@ -182,10 +196,7 @@ def _attention_key_tiles_bounds_kernel(
         other = other.to(tl.int64)
         least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
         most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
-        whole = tl.minimum(whole, tl.min(tl.where(complete, other, FAR), axis=0))
-        broken = tl.minimum(
-            broken, tl.min(tl.where((complete == 0) & (other > whole), other, FAR), axis=0)
-        )
+        whole, broken = run_of((whole, broken), other, complete)
     stop_all = most + 1
     least = tl.minimum(least, stop_all)
     whole = tl.minimum(whole, stop_all)
@@ -232,5 +243,5 @@ def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C:
         full_stop = tl.load(found_ptr + 2)
         stop = tl.load(found_ptr + 3)
     else:
-        first, full_first, full_stop, stop = _visited(tile, lengths, span, SIZES, IS_BOUND)
+        first, full_first, full_stop, stop = visited_by(tile, lengths, span, SIZES, IS_BOUND)
     return first, full_first, full_stop, stop

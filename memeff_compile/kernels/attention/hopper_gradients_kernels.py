@@ -97,9 +97,8 @@ def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
         row = batch * heads + head
     else:
         tile, row = _place_of(turn, batch_heads, tiles, section)
-        tile = (
-            tiles - 1 - tile
-        )  # the last queries see most keys under causal masks: they come first
+        # The last queries see most keys under causal masks: they come first.
+        tile = tiles - 1 - tile
         batch = row // heads
         head = row % heads
         found = _bounds(

@@ -32,7 +32,7 @@ from .._triton.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .._triton.key_tiles_kernels import _visited, edge_tile
+from .._triton.key_tiles_kernels import edge_tile, visited_by
 from .ranges_kernels import FIELDS
 
 LOW: gl.constexpr = gl.constexpr(-1.0e38)  # below every score; finite, as in `tiles_kernels`
@@ -91,7 +91,7 @@ def _bounds(tile, lengths, span, SIZES, IS_BOUND):
     complete tiles, the number of incomplete tiles, and the number of all visited tiles, for masks
     that depend only on positions.
     """
-    first, full_first, full_stop, stop = _visited(tile, lengths, span, SIZES, IS_BOUND)
+    first, full_first, full_stop, stop = visited_by(tile, lengths, span, SIZES, IS_BOUND)
     edges = full_first - first + stop - full_stop
     return first, full_first, full_stop, edges, edges + full_stop - full_first
 

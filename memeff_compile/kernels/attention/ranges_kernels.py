@@ -15,11 +15,13 @@ import triton.language as tl
 
 from .._triton.key_tiles_kernels import (
     FAR,
-    _table_of,
-    _visited,
     ids_of,
     keys_shown,
+    run_of,
+    table_of,
+    visited_by,
     which_count,
+    whole_pairs,
 )
 
 FIELDS = tl.constexpr(8)  # numbers per tile
@@ -85,20 +87,17 @@ def _attention_ranges_kernel(
     OUR_MASK: tl.constexpr = C.HAS_KEY_MASK and not C.OURS_ARE_QUERIES
     THEIR_MASK: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
     if C.OURS_ARE_QUERIES:
-        first, full_first, full_stop, stop = _visited(
-            tile, (queries, keys), span, SIZES, (C.HAS_AHEAD, C.HAS_BEHIND)
-        )
+        reach = visited_by(tile, (queries, keys), span, SIZES, (C.HAS_AHEAD, C.HAS_BEHIND))
         length, count = queries, keys
         our_ids_ptr, their_ids_ptr = query_ids_ptr, key_ids_ptr
     else:
-        first, full_first, full_stop, stop = _visited(
+        reach = visited_by(
             tile, (keys, queries), (behind, ahead), SIZES, (C.HAS_BEHIND, C.HAS_AHEAD)
         )
         length, count = keys, queries
         our_ids_ptr, their_ids_ptr = key_ids_ptr, query_ids_ptr
-    some, every, low, high = _table_of(
-        our_ids_ptr, mask_ptr, place[None, :], length, OUR_MASK, C.HAS_IDS
-    )
+    our_table = table_of(our_ids_ptr, mask_ptr, place[None, :], length, OUR_MASK, C.HAS_IDS)
+    first, full_first, full_stop, stop = reach
     is_ours = place < length
     own_id = ids_of(our_ids_ptr, place, is_ours, C)
     if OUR_MASK:
@@ -113,14 +112,9 @@ def _attention_ranges_kernel(
     for chunk in tl.range(first // C.CHUNK, (stop + C.CHUNK - 1) // C.CHUNK, num_stages=1):
         other = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
         places = other[:, None] * C.OTHERS + tl.arange(0, C.OTHERS)[None, :]
-        their_some, their_every, their_low, their_high = _table_of(
-            their_ids_ptr, mask_ptr, places, count, THEIR_MASK, C.HAS_IDS
-        )
-        visited = (other >= first) & (other < stop) & (some * their_some != 0)
-        complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
-        if C.HAS_IDS:
-            visited = visited & (low <= their_high) & (their_low <= high)
-            complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
+        their_table = table_of(their_ids_ptr, mask_ptr, places, count, THEIR_MASK, C.HAS_IDS)
+        _, their_every, their_low, their_high = their_table
+        visited, complete = whole_pairs(other, reach, our_table, their_table, C.HAS_IDS)
         is_clean = (other >= first) & (their_every != 0)
         # A tile of one id, without hidden positions, is visible to a position as a whole or not at
         # all. Positions of other visited tiles are compared one by one.
@@ -147,14 +141,8 @@ def _attention_ranges_kernel(
         other = other.to(tl.int64)
         least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
         most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
-        whole = tl.minimum(whole, tl.min(tl.where(complete, other, FAR), axis=0))
-        broken = tl.minimum(
-            broken, tl.min(tl.where((complete == 0) & (other > whole), other, FAR), axis=0)
-        )
-        clean = tl.minimum(clean, tl.min(tl.where(is_clean, other, FAR), axis=0))
-        dirty = tl.minimum(
-            dirty, tl.min(tl.where((is_clean == 0) & (other > clean), other, FAR), axis=0)
-        )
+        whole, broken = run_of((whole, broken), other, complete)
+        clean, dirty = run_of((clean, dirty), other, is_clean)
     end = most + 1
     least = tl.minimum(least, end)
     whole = tl.minimum(whole, end)

@@ -21,13 +21,19 @@ from memeff_compile.kernels.attention import (
     tiles,
 )
 from memeff_compile.kernels.attention.call import Call
-from tests.support.dense_attention import Case, compose, dense_with_gradients, draw, largest
+from tests.support.dense_attention import (
+    BUDGET,
+    NAMES,
+    Case,
+    assert_equals_dense,
+    compose,
+    dense_with_gradients,
+    draw,
+    gradient_like,
+    largest,
+)
 
 pytestmark = pytest.mark.gpu
-
-# Largest difference from float64, over the largest value.
-BUDGET = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
-NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
 
 
 def ours(case: Case, grad: Tensor) -> tuple[Tensor, ...]:
@@ -36,22 +42,10 @@ def ours(case: Case, grad: Tensor) -> tuple[Tensor, ...]:
     return (out.detach(), lse, *torch.autograd.grad(out, leaves, grad))
 
 
-def gradient_like(case: Case) -> Tensor:
-    generator = torch.Generator(case.q.device).manual_seed(7)
-    like = {"device": case.q.device, "dtype": case.q.dtype, "generator": generator}
-    return torch.randn(case.q.shape, **like)
-
-
 def check(case: Case) -> None:
     case = case.to("cuda")
     grad = gradient_like(case)
-    found = ours(case, grad)
-    for name, ours_, wanted in zip(NAMES, found, dense_with_gradients(case, grad), strict=True):
-        is_number = wanted != -math.inf
-        assert torch.equal(ours_ != -math.inf, is_number), name
-        difference = largest(ours_.double()[is_number] - wanted[is_number])
-        budget = BUDGET[case.q.dtype] * max(1.0, largest(wanted[is_number]))
-        assert difference <= budget, f"{name}: {difference} > {budget}, {case.settings}"
+    assert_equals_dense(ours(case, grad), case, grad)
 
 
 @pytest.mark.parametrize("seed", range(24))

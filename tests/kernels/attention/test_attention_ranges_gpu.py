@@ -12,13 +12,9 @@ from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import hopper, hopper_gradients, tiles
 from memeff_compile.kernels.attention.call import Call
 from tests.support.attention_tables import KINDS, tables
-from tests.support.dense_attention import Case, dense_with_gradients, draw, largest
+from tests.support.dense_attention import Case, assert_equals_dense, draw, gradient_like
 
 pytestmark = pytest.mark.gpu
-
-# Largest difference from float64, over the largest value.
-BUDGET = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
-NAMES = ("out", "lse", "grad of q", "grad of k", "grad of v")
 
 
 def call_of(case: Case) -> Call:
@@ -39,22 +35,12 @@ def found_by(case: Case, grad: Tensor) -> tuple[Tensor, ...]:
     return (out, lse, *hopper_gradients.gradients(call, grad, out, lse))
 
 
-def gradient_like(case: Case) -> Tensor:
-    generator = torch.Generator(case.q.device).manual_seed(7)
-    return torch.randn(case.q.shape, device="cuda", dtype=case.q.dtype, generator=generator)
-
-
 def check(case: Case) -> None:
     case = case.to("cuda")
     grad = gradient_like(case)
     found = found_by(case, grad)
     assert all(map(torch.equal, found, found_by(case, grad)))
-    for name, ours, wanted in zip(NAMES, found, dense_with_gradients(case, grad), strict=True):
-        is_number = wanted != -math.inf
-        assert torch.equal(ours != -math.inf, is_number), name
-        difference = largest(ours.double()[is_number] - wanted[is_number])
-        budget = BUDGET[case.q.dtype] * max(1.0, largest(wanted[is_number]))
-        assert difference <= budget, f"{name}: {difference} > {budget}"
+    assert_equals_dense(found, case, grad)
 
 
 @pytest.mark.parametrize("kind", KINDS)
