@@ -69,6 +69,12 @@ def test_other_bounds_under_tables(
     check(Case(case.q, case.k, case.v, tables(kind, sizes[0], *sizes[3:]), case.settings))
 
 
+@pytest.mark.parametrize("kind", ["left padding", "documents", "documents and padding"])
+def test_attention_without_causal_mask_under_tables(kind: str) -> None:
+    case = draw(4, 4, 2, 912, 912, 64, torch.bfloat16)
+    check(Case(case.q, case.k, case.v, tables(kind, 4, 912, 912), case.settings))
+
+
 @pytest.mark.parametrize("kind", ["left padding", "documents"])
 def test_peaked_weights_under_tables(kind: str) -> None:
     case = draw(3, 4, 2, 700, 700, 128, torch.bfloat16, ahead=0, scale=1.5)
