@@ -42,7 +42,8 @@ LEAST_PAIRS = 1 << 29
 would wait for the host."""
 NARROW = 64
 """The one head dimension below `MEASURED` for which kernels were faster: the forward kernel with
-sequence ids or masks of keys, and the backward kernels without them."""
+sequence ids or masks of keys, the backward kernels without them, and the backward kernels with a
+mask of keys as the only condition."""
 LEAST_ROWS, LEAST_ROWS_NARROW = 1 << 18, 1 << 19
 """The least number of queries over all heads of a measured call with ids or masks of keys, and of
 such a call with heads of 64."""
@@ -116,20 +117,30 @@ def has_measured_tables(call: Call) -> bool:
 
 
 def _has_measured_masks(call: Call) -> bool:
-    """Return whether the masks of a call are like those of a measured one: a mask of keys or ids,
-    not both. With heads of 64, only causal calls in bf16 without a window were measured.
+    """Return whether the masks of a call are like those of a call that was timed.
+
+    With head dimensions from `MEASURED` on, calls with a mask of keys, with ids and with both were
+    timed: causal, causal with a window, and without a causal mask. With heads of 64, these kinds
+    were not timed: windows, both tables without a causal mask, and in fp16 all but masks of keys
+    without a causal mask.
     """
+    given, is_wide = call.given, call.sizes[5] >= MEASURED
+    if given.ahead is None and given.behind is None:
+        if is_wide or masks_only_keys(call):
+            return True
+        return given.key_mask is None and call.q.dtype == torch.bfloat16
+    if given.ahead != 0:
+        return False
+    if given.behind is not None:
+        return is_wide and given.behind >= WINDOW - 1
+    return is_wide or call.q.dtype == torch.bfloat16
+
+
+def masks_only_keys(call: Call) -> bool:
+    """Return whether a mask of keys is the only condition of a call."""
     given = call.given
-    has_ids = given.query_ids is not None
-    if has_ids and given.key_mask is not None:
-        return False
-    if given.ahead == 0 and given.behind is None:
-        return call.sizes[5] >= MEASURED or call.q.dtype == torch.bfloat16
-    if call.sizes[5] < MEASURED:
-        return False
-    if given.ahead is None:
-        return given.behind is None and not has_ids
-    return given.ahead == 0 and given.behind is not None and given.behind >= WINDOW - 1
+    is_unbounded = given.ahead is None and given.behind is None
+    return is_unbounded and given.key_mask is not None and given.query_ids is None
 
 
 def serves(call: Call) -> bool:

@@ -75,7 +75,8 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
     """
     batch, heads, groups, queries, keys, depth = call.sizes
     if call.given.has_tables():
-        is_measured = depth >= hopper.MEASURED and hopper.has_measured_tables(call)
+        is_kind = depth >= hopper.MEASURED or hopper.masks_only_keys(call)
+        is_measured = is_kind and hopper.has_measured_tables(call)
         least = LEAST_TILES_WITH_TABLES
     else:
         is_narrow = depth == hopper.NARROW and compat.release() <= hopper.LATEST

@@ -82,11 +82,33 @@ def test_heads_of_64_use_them_in_the_forward_pass_alone(sizes: Sizes, masks: str
     assert choices(call_of(sizes, 64, masks=masks)) == (True, False)
 
 
-def test_padding_without_a_causal_mask_uses_them() -> None:
-    call = call_of((8, 32, 32, 2048), 128, ahead=None)
-    assert choices(call) == (True, True)
-    call = call_of((4, 32, 32, 4096), 128, masks="ids", ahead=None)
-    assert choices(call) == (False, False)
+@pytest.mark.parametrize("masks", ["key_mask", "ids", "key_mask and ids"])
+@pytest.mark.parametrize("settings", [{}, {"ahead": None}, {"behind": 1023}], ids=str)
+def test_masks_and_ids_together_and_calls_without_a_causal_mask_use_them(
+    masks: str, settings: dict[str, Any]
+) -> None:
+    for sizes in ((4, 32, 8, 4096), (8, 16, 8, 4096)):
+        assert choices(call_of(sizes, 128, masks=masks, **settings)) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("masks", "settings", "expected"),
+    [
+        ("key_mask and ids", {}, (True, False)),
+        ("key_mask", {"ahead": None}, (True, True)),
+        ("key_mask", {"ahead": None, "dtype": torch.float16}, (True, True)),
+        ("ids", {"ahead": None}, (True, False)),
+        ("ids", {"ahead": None, "dtype": torch.float16}, (False, False)),
+        ("key_mask and ids", {"ahead": None}, (False, False)),
+        ("key_mask and ids", {"dtype": torch.float16}, (False, False)),
+        ("key_mask and ids", {"behind": 1023}, (False, False)),
+    ],
+    ids=str,
+)
+def test_heads_of_64_use_them_where_they_were_faster(
+    masks: str, settings: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    assert choices(call_of((16, 16, 16, 2048), 64, masks=masks, **settings)) == expected
 
 
 @pytest.mark.parametrize("masks", ["key_mask", "ids"])
@@ -94,7 +116,6 @@ def test_padding_without_a_causal_mask_uses_them() -> None:
     "settings",
     [
         {"dtype": torch.float16, "depth": 64},
-        {"ahead": None, "depth": 64},
         {"ahead": None, "behind": 2000},
         {"ahead": 1},
         {"ahead": -1},
@@ -107,7 +128,8 @@ def test_padding_without_a_causal_mask_uses_them() -> None:
         {"scale": 0.0},
         {"depth": 80},
         {"depth": 256},
-        {"masks": "key_mask and ids"},
+        {"masks": "key_mask and ids", "ahead": 1},
+        {"masks": "key_mask and ids", "behind": 1022},
         {"sizes": (8, 8, 8, 4096)},  # few heads
         {"sizes": (1, 16, 8, 32768)},  # long
         {"sizes": (1, 32, 8, 16384), "depth": 64},
