@@ -32,7 +32,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -449,13 +449,15 @@ def fitting(given: argparse.Namespace, ms: float) -> int:
 
 # --- tables ---------------------------------------------------------------------------------------
 
+FirstStage: TypeAlias = tuple[int, int | None]
+
 
 def table(given: argparse.Namespace) -> None:
     """Print the loss of each variant at the end, its gap from b1.58 and its zeros; then the gaps on
     the way.
 
-    Gaps are differences on the same text from the run of the same seed. The number in brackets is
-    the standard error over sequences.
+    Gaps are differences on the same text from `b1.58` in the same run: from the same first stage.
+    The number in brackets is the standard error over sequences.
     """
     every = rows.read(given.out)
     second_stage = [row for row in every if row.get("stage") == 2]
@@ -463,6 +465,11 @@ def table(given: argparse.Namespace) -> None:
         found = [row for row in second_stage if _start(row) == start]
         _table(found, f", {start}" if start else "")
     _switches([row for row in every if "switched" in row])
+
+
+def _first_stage(row: dict[str, Any]) -> FirstStage:
+    """Return the seed and the steps of the first stage that a run began with."""
+    return row["seed"], row.get("first_steps")
 
 
 def _start(row: dict[str, Any]) -> str:
@@ -489,11 +496,11 @@ def _switches(ends: list[dict[str, Any]]) -> None:
 
 
 def _table(found: list[dict[str, Any]], also: str) -> None:
-    ends = {(row["variant"], row["seed"]): row for row in found if "judged_each" in row}
-    print("\n| variant | seeds | steps | python | other | gap, python | gap, other | zeros |")
+    ends = {(row["variant"], _first_stage(row)): row for row in found if "judged_each" in row}
+    print("\n| variant | runs | steps | python | other | gap, python | gap, other | zeros |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in VARIANTS:
-        mine = {seed: row for (variant, seed), row in ends.items() if variant == name}
+        mine = {run: row for (variant, run), row in ends.items() if variant == name}
         if not mine:
             continue
         steps = " and ".join(f"{row['step']}" for row in mine.values())
@@ -506,12 +513,14 @@ def _table(found: list[dict[str, Any]], also: str) -> None:
 
 
 def gap_of(
-    mine: dict[int, dict[str, Any]], ends: dict[tuple[str, int], dict[str, Any]], part: str
+    mine: dict[FirstStage, dict[str, Any]],
+    ends: dict[tuple[str, FirstStage], dict[str, Any]],
+    part: str,
 ) -> str:
-    """Return the mean gap from b1.58 over the sequences of all seeds, and its standard error."""
+    """Return the mean gap from b1.58 over the sequences of all runs, and its standard error."""
     gaps = []
-    for seed, row in mine.items():
-        base = ends.get((BASE, seed), {})
+    for run, row in mine.items():
+        base = ends.get((BASE, run), {})
         if base.get("step") == row["step"]:
             pairs = zip(row["judged_each"][part], base["judged_each"][part], strict=True)
             gaps += [own - other for own, other in pairs]
@@ -521,13 +530,13 @@ def gap_of(
 
 
 def _gaps_on_the_way(found: list[dict[str, Any]], also: str) -> None:
-    """Print a column for each evaluation: means over slices and seeds."""
-    losses: dict[tuple[str, int, int], dict[str, float]] = {}
+    """Print a column for each evaluation: means over slices and runs."""
+    losses: dict[tuple[str, FirstStage, int], dict[str, float]] = {}
     for row in found:
         if "of_steps" in row and not row.get("done"):
-            variant, seed = row["variant"], row["seed"]
-            number = sum(key[:2] == (variant, seed) for key in losses)
-            losses[variant, seed, number] = row["judged"]
+            variant, run = row["variant"], _first_stage(row)
+            number = sum(key[:2] == (variant, run) for key in losses)
+            losses[variant, run, number] = row["judged"]
     shares = sorted({number for _, _, number in losses})
     print(f"\n| gap of | {' | '.join(f'evaluation {number}' for number in shares)} |")
     print("|---" + "|---:" * len(shares) + "|")
@@ -535,9 +544,9 @@ def _gaps_on_the_way(found: list[dict[str, Any]], also: str) -> None:
         cells = []
         for share in shares:
             gaps = [
-                own[part] - losses[BASE, seed, share][part]
-                for (variant, seed, at), own in losses.items()
-                if (variant, at) == (name, share) and (BASE, seed, share) in losses
+                own[part] - losses[BASE, run, share][part]
+                for (variant, run, at), own in losses.items()
+                if (variant, at) == (name, share) and (BASE, run, share) in losses
                 for part in SLICES
             ]
             cells.append(f"{statistics.mean(gaps):+.4f}" if gaps else "")
