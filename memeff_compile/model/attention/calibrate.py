@@ -1,17 +1,17 @@
 """Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
-During the measurement, the model runs with its usual attention. In addition, each attention call is
-also computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values,
-and compared with the exact result. The model continues with the exact result, so an error in one
-layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
+During the measurement, the model runs with its usual attention. Each attention call is also
+computed at every level (a low-bit format, such as ``8b``), on the same queries, keys and values.
+The result is compared with the exact one. The model continues with the exact result, so an error in
+one layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
-enough; the mean score does not count.
+enough. The mean score does not count.
 
-With the argument `share`, this share of the attention calls gets the more precise of two levels. To
-choose these calls, the model runs again for each call, with only this call in low bits, once at
-each of the two levels. The difference between the two changes of the model's output measures the
-harm of the less precise level. Any change in a call also makes all later layers of a 16-bit model
-round differently, most of all if the call is in an early layer; this effect cancels in the
+With the argument ``share``, this share of the attention calls gets the more precise of two levels.
+To choose these calls, the model runs again for each call, once at each of the two levels. Only this
+call then runs in low bits. The difference between the two changes of the model's output measures
+the harm of the less precise level. Any change in a call also makes all later layers of a 16-bit
+model round differently, most of all if the call is in an early layer. This effect cancels in the
 difference. A layer whose own result changes little may change the output much, and the reverse.
 """
 
@@ -58,23 +58,25 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """The result of `calibrate_attention`, a dictionary: the low-bit level of each attention
-    module, for the option `memeff.attention`.
+    """The result of ``calibrate_attention``: a dictionary with a low-bit level per attention
+    module.
 
-    It can be stored as JSON, and it has these keys:
+    Pass the dictionary as the option ``memeff.attention``, or store it as JSON. Its keys:
 
-    - `levels` maps each attention module to a level, or to a list with a level per call;
-    - `scores` contains, for each attention, level and call, the mean and standard deviation of the
-      score over inputs, and the worst score;
-    - `min_score` is the lowest acceptable score; if you passed `share`, the dictionary contains
-      `share` and `by` instead;
-    - `changes`, if `by` is "output", contains for each attention and call how much more the model's
-      output changes at the first level than at the second, as the mean over inputs.
+    - ``levels`` maps each attention module to a level, or to a list with a level per call;
+    - ``scores`` contains statistics per attention, level and call: the mean and standard deviation
+      of the score over inputs, and the worst score;
+    - ``min_score`` is the lowest acceptable score, unless you passed ``share``;
+    - ``share`` and ``by`` replace ``min_score`` if you passed ``share``;
+    - ``changes`` exists if ``by`` is "output". For each attention and call, it contains how much
+      more the model's output changes at the first level than at the second. The number is the mean
+      over inputs.
     """
 
     def __str__(self) -> str:
-        """Return how many attention modules run in low bits, and a table of all modules as text, in
-        which the module with the lowest score comes first."""
+        """Return the number of attention modules in low bits, and a table of all modules, as text.
+
+        The module with the lowest score, or with the largest change of the output, comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         by = self.get("by", "attention")
@@ -242,8 +244,9 @@ def calibrate_attention(
 
 
 def _note(by_call: list[list[float]], place: int, number: float) -> None:
-    """Append a number to the list of the call with index `place`; if `place` is the index after the
-    last list, first append an empty list for a new call."""
+    """Append a number to the list of the call with index ``place``.
+
+    If ``place`` is the index after the last list, first append an empty list for a new call."""
     if place == len(by_call):
         by_call.append([])
     by_call[place].append(number)
@@ -293,10 +296,12 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Add to the dictionary ``changes``, for each call in `places`, how much more the model's
-        output changes with only this call at the first level of `pair` than at the second level.
+        """Add the harm of the first level, compared with the second, to ``changes`` for each call.
 
-        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, the
+        The harm is the difference between two changes of the model's output: with only this call at
+        the first level of ``pair``, and with only this call at the second.
+
+        Return a sentence if the output cannot be compared, otherwise None. With ``are_single``, the
         output cannot be compared if an attention was called more than once.
         """
         if self.exact is None:
@@ -322,8 +327,9 @@ class _Run:
         return None
 
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
-        """Return how much the model's output changes if the call `place` runs at a low-bit level;
-        if `place` is None, return the change between two exact runs."""
+        """Return how much the model's output changes if the call ``place`` runs at a low-bit level.
+
+        If ``place`` is None, return the change between two exact runs."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None
@@ -372,10 +378,10 @@ def _levels(
 def restart_attention_calls() -> None:
     """Make the next call of each attention module use the first level in its list of levels.
 
-    If a calibration has a list of levels for an attention module, one per call, successive calls
-    use these levels in order; after the last level, the next call uses the first level again. Call
-    this function after a loop that was interrupted; a loop that completes as many calls as there
-    were during the calibration needs no restart.
+    A calibration may have a list of levels for an attention module, one per call. Successive calls
+    use these levels in order. After the last level, the next call uses the first level again. Call
+    this function after a loop that was interrupted. A loop needs no restart if it completes as many
+    calls as the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -397,8 +403,10 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return, for each attention call, the second level if the call is in the fraction `share` of
-    calls that do most harm, otherwise the first level.
+    """Return the level of each attention call, by module.
+
+    The fraction ``share`` of calls that do most harm gets the second level. All other calls get the
+    first level.
     """
     low, high = levels
     worst = sorted(

@@ -1,11 +1,11 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
-The model runs twice on each input: once with an exact cache, and once with a `KVCache` that holds
-all tokens but the last few. In each run, the model predicts each of these last tokens from the
-input's tokens before it; no tokens are generated. The report compares the probabilities of the next
-token in the two runs. The similarity of two layers shows whether merging these layers can work.
+The model runs twice on each input: with an exact cache, and with a ``KVCache`` that holds all
+tokens but the last few. In each run, the model predicts each of these last tokens from the tokens
+before it. No tokens are generated. The report compares the probabilities of the next token in the
+two runs. The similarity of two layers shows whether merging these layers can work.
 
-The method `plot` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
+The method ``plot`` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
 2405.14366).
 """
 
@@ -108,11 +108,12 @@ class FidelityReport(VerbReport):
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def cheapest(self, count: int) -> tuple[int, int] | None:
-        """Return the `start_layer` and `end_layer` between which merging `count` consecutive pairs
-        of layers costs least.
+        """Return ``start_layer`` and ``end_layer`` for merging ``count`` consecutive pairs at least
+        cost.
 
-        The cost is the sum of the pairs' errors, where the error of a pair is that of a cache which
-        merges only this pair. Return None if the report was made without `each_pair`.
+        The cost is the sum of the pairs' errors. The error of a pair is the error of a cache that
+        merges only this pair. Return None if no such pairs were measured, for example because
+        ``each_pair`` was not passed.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []
@@ -129,8 +130,10 @@ class FidelityReport(VerbReport):
         return best[0][0], best[-1][1] + 1
 
     def _other_layers(self) -> str:
-        """Return advice to merge other layers, if each pair of layers was measured alone, and
-        merging other pairs costs less accuracy than merging the measured cache's pairs.
+        """Return advice to merge other layers, or "".
+
+        There is advice only if each pair of layers was measured alone, and if other pairs cost less
+        accuracy than the pairs that the measured cache merges.
         """
         merged = [tuple(line["layers"]) for line in self.merged]
         found = self.cheapest(len(merged))
@@ -308,8 +311,8 @@ class _Run(NamedTuple):
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
     """Run the model on all tokens of an input.
 
-    If `cache` is given, the model first runs on all but the last `steps` tokens to fill the cache,
-    and the last tokens then attend to the contents of the cache.
+    If ``cache`` is given, the model first runs on all but the last ``steps`` tokens to fill the
+    cache. The last tokens then attend to the contents of the cache.
     """
     from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import
 

@@ -1,5 +1,7 @@
-"""The settings for merging layers of a KV cache: which layers share the directions of their keys
-and values, and how a shared direction is computed.
+"""The settings for merging layers of a KV cache.
+
+They determine which layers share the directions of their keys and values, and how a shared
+direction is computed.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -41,18 +43,21 @@ class Measured(Protocol):
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """Return, for each pair of layers, the numbers of the `layers`, the `mean` cosine between
-        their keys and between their values, and under `aligned` the mean cosines after the layers
-        are aligned.
+        """Return a dictionary for each pair of layers.
+
+        The dictionary contains the numbers of the ``layers``, and the ``mean`` cosine between their
+        keys and between their values. Its entry ``aligned`` contains the mean cosines after the
+        layers are aligned.
         """
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """Return the maps (tensors) that align the layers of each pair, as fitted to the report's
-        inputs.
+        """Return the maps that align the layers of each pair, as fitted to the report's inputs.
 
-        The maps are the rotations of keys and values, (H, 2, D, D), and the lower layer's head for
-        each head of the upper layer, (H,).
+        A pair has two tensors:
+
+        - (H, 2, D, D): the rotations of keys and values;
+        - (H,): the lower layer's head for each head of the upper layer.
         """
 
 
@@ -164,8 +169,9 @@ class MiniCache:
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged tokens fit into a cache with a length of `tokens`; with the
-        default settings, 328 fit into a cache with a length of 32768.
+        """Return how many unmerged tokens fit into a cache with a length of ``tokens``.
+
+        With the default settings, 328 fit into a cache with a length of 32768.
         """
         return math.ceil(self.retained * tokens)
 
@@ -183,8 +189,8 @@ _EXPECTED = {
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Raise an error if the layers to merge are not similar.
 
-    If their similarity was not measured, warn the user; but raise an error if the cache would merge
-    the keys of layers that are not adjacent.
+    If their similarity was not measured, warn the user. If in this case the cache would merge the
+    keys of layers that are not adjacent, raise an error.
     """
     if merge.force:
         return
@@ -258,7 +264,8 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Among the layers whose entry in `kinds` is not None, return every pair of neighbours with
-    equal entries; a layer may belong to two pairs."""
+    """Return every pair of neighbours with equal entries in ``kinds``; a layer may be in two pairs.
+
+    Neighbours are consecutive among the layers whose entry in ``kinds`` is not None."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -330,8 +330,9 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return the role of a linear layer in its transformer block, such as "down", found by the
-    layer's name; return "" if the name is unknown."""
+    """Return the role of a linear layer in its transformer block, such as "down".
+
+    The layer's name tells the role. Return "" if the name is unknown."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
