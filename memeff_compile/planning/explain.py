@@ -177,11 +177,11 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the sizes of the call, and again at other sizes, to find out how the sizes
-    of buffers depend on batch size and length.
+    """Capture a model at the sizes of the call, and again at other sizes.
 
-    If a size is not proportional to the length (for example because the model rounds lengths up to
-    whole chunks), the plan holds only for the batch size and length of the call.
+    The captures show how the sizes of buffers depend on batch size and length. If a size is not
+    proportional to the length, for example because the model rounds lengths up to whole chunks, the
+    plan holds only for the call's sizes.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -224,8 +224,9 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report of a capture of some blocks as a report of the whole model, in which
-    records name the modules of all blocks."""
+    """Return the report of a capture of some blocks as a report of the whole model.
+
+    Its records name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that a path in the shortened model (which has fewer

@@ -151,18 +151,19 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one dictionary per pair of merged layers (layers that share directions of older
-        tokens' keys and values). This property makes the CPU wait for the device, because the
-        numbers in the dictionaries are stored on the device.
+        """Return one dictionary per pair of merged layers.
+
+        Merged layers share directions of older tokens' keys and values. This property makes the CPU
+        wait for the device, because the numbers in the dictionaries are stored on the device.
 
         Each dictionary has these keys:
 
-        - `layers`: the numbers of the pair's two layers;
-        - `merged`: the number of merged tokens;
-        - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not counting
-          the exact first tokens;
-        - `left_over`: the number of tokens per sequence and head that should have stayed unmerged
-          but did not fit into the memory for such tokens.
+        - ``layers``: the numbers of the pair's two layers;
+        - ``merged``: the number of merged tokens;
+        - ``kept``: the mean number of tokens per sequence and head that stayed unmerged, not
+          counting the exact first tokens;
+        - ``left_over``: the mean number of tokens per sequence and head that should have stayed
+          unmerged but did not fit into the memory.
         """
         found = []
         for layer in self.layers:
@@ -367,11 +368,11 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """From the start layer of `merge` on, replace each pair of layers that can be merged by two
-    layers that share the directions (unit vectors) of their older tokens' keys and values.
+    """Replace each pair of layers that can be merged, from the start layer of ``merge`` on.
 
-    Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    A layer with a sliding window that lies between the two layers stays exact.
+    The two new layers share the directions (unit vectors) of their older tokens' keys and values.
+    Two layers form a pair if they are consecutive among the layers that attend to all tokens. A
+    layer with a sliding window that lies between the two layers stays exact.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [
@@ -452,11 +453,11 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call of a model; even the first graphs that are compiled for it accept
-    prompts and caches of any length.
+    """Return a compiled call of a model that accepts prompts and caches of any length.
 
-    Layers with a sliding window make room for a new token before the compiled step runs, so one
-    compiled step works whether the windows are full or not.
+    Even the first graphs that are compiled for the call accept them. Layers with a sliding window
+    make room for a new token before the compiled step runs. So one compiled step works whether the
+    windows are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:

@@ -114,10 +114,10 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """Return the largest number of tokens that fit into the layer (`max_cache_len`).
+        """Return the largest number of tokens that fit into the layer (``max_cache_len``).
 
-        If a buffer has one entry per token, the method takes this number from the buffer's shape,
-        so that compiled code accepts caches of any length.
+        If a buffer has one entry per token, this number comes from the buffer's shape. Compiled
+        code then accepts caches of any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -139,7 +139,7 @@ class InPlace(CacheLayerMixin):
         """Raise an error for tokens that do not match the cache, before any token is written.
 
         If the CPU knows how many tokens the cache already contains, this method also checks whether
-        the new tokens fit; on a GPU and in a compiled graph, the CPU does not know this.
+        the new tokens fit. On a GPU and in a compiled graph, the CPU does not know this number.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -285,8 +285,8 @@ class WindowLayer(AsTheyCome):
     """A sliding-window layer with memory for slightly more tokens than the window.
 
     New tokens are written after the existing ones. When new tokens do not fit, the layer copies the
-    tokens of the window to the front of the memory; with more memory, this happens less often. The
-    attention mask hides tokens outside of the window. The layer counts its tokens twice: on the
+    tokens of the window to the front of the memory. With more memory, this copy happens less often.
+    The attention mask hides tokens outside of the window. The layer counts its tokens twice: on the
     CPU, for masks, and on the device, for write positions. If the cache is not longer than this
     layer's memory, no token ever leaves the layer.
     """
@@ -432,8 +432,9 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return how many tokens fit into a layer with a sliding window of a given size: a sixteenth
-    more than the window, at least 16 more."""
+    """Return how many tokens fit into a layer with a sliding window of a given size.
+
+    The number is a sixteenth more than the window, and at least 16 more."""
     return window + max(16, window // 16)
 
 
@@ -463,8 +464,10 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values; raise an error if keys or values with the shape
-        and dtype of the given ones cannot be encoded.
+        """Allocate the tensors for keys and values.
+
+        Raise an error if keys or values with the shape and dtype of the given ones cannot be
+        encoded.
         """
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:

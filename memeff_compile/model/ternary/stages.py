@@ -111,9 +111,9 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the stored number of steps, in the stage to which the next step belongs.
 
-        You may load the states of optimizer and scheduler before or after this call. The states of
-        optimizer and scheduler contain the learning rate and weight decay of the stage in which
-        they were saved, and this call does not change these two numbers.
+        You may load the states of optimizer and scheduler before or after this call. These states
+        contain the learning rate and weight decay of the stage in which they were saved. This call
+        does not change these two numbers.
         """
         self.done = state["done"]
         self._set_stage()

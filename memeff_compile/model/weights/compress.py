@@ -1,10 +1,10 @@
-"""Replace the dense weights of a model's linear layers by compressed weights (compress_), or
-compressed weights by dense ones (decompress_).
+"""Compress the weights of a model's linear layers (compress_), or make them dense again
+(decompress_).
 
-A compressed weight is a `CodedWeight` that replaces the dense parameter, under the same name.
+A compressed weight is a ``CodedWeight`` that replaces the dense parameter, under the same name.
 Reading the parameter decodes the weight: with lossless codes, it equals the original bf16 weight
-bit for bit. `state_dict` returns dense tensors, and `load_state_dict` accepts them. Weights are
-encoded one at a time, and each dense weight is freed immediately, so during the compression the
+bit for bit. ``state_dict`` returns dense tensors, and ``load_state_dict`` accepts them. Weights are
+encoded one at a time, and each dense weight is freed immediately. So during the compression the
 model never takes more memory than the dense model plus one weight.
 """
 
@@ -290,11 +290,11 @@ def compress_(
 
 
 def compressible(model: nn.Module) -> list[Tensor]:
-    """Return the weights that `compress_` compresses by default, including those on the meta
+    """Return the weights that ``compress_`` compresses by default, including those on the meta
     device.
 
-    The result may contain too many weights, because `compress_` leaves a weight dense if its codes
-    would take more than nine tenths of its memory.
+    The result may contain too many weights: ``compress_`` leaves a weight dense if its codes would
+    take more than nine tenths of its memory.
     """
     found = []
     for place in _places(model):
@@ -486,8 +486,9 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 
 
 class _Rounding:
-    """Rounds weights so that their products with the layers' inputs lose little precision; each run
-    of the model measures the inputs of a few layers.
+    """Rounds weights so that their products with the layers' inputs lose little precision.
+
+    Each run of the model measures the inputs of a few layers.
     """
 
     def __init__(
@@ -669,8 +670,9 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str, rounded: Tensor | None = None) -> CompressedWeight:
-    """Encode a weight, or its rounded values if given; leave the weight dense if the codes would
-    take more than nine tenths of its memory."""
+    """Encode a weight, or its rounded values if given.
+
+    Leave the weight dense if the codes would take more than nine tenths of its memory."""
     weight = compat.local_part(place.parameter) if rounded is None else rounded
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
