@@ -34,8 +34,8 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return ``value``; if ``value`` is a graph node that stands for a symbolic number, return the
-    number that the symbol has now, without adding a guard.
+    """Return ``value``, or the number that the symbol of a graph node has now, without adding a
+    guard.
 
     Such nodes exist because with ``dynamic=True``, Dynamo turns numbers of a config into symbols.
     If the symbol is a tensor's size, the function returns None.

@@ -1,5 +1,6 @@
-"""Compute, for each number of bits of a KV cache, the longest context and the largest batch that
-fit into memory together with a model's weights.
+"""Compute the longest context and the largest batch that fit into memory with a model's weights.
+
+There is one result for each number of bits of a KV cache.
 """
 
 from __future__ import annotations
@@ -347,8 +348,9 @@ def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes that a pair of merged layers needs for each older token, and the bytes that
-    the pair needs in total for a cache of `tokens` tokens.
+    """Return the bytes that a pair of merged layers needs.
+
+    The first number is for each older token, the second for a whole cache of ``tokens`` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -1,5 +1,6 @@
-"""List settings with which a model trains on one GPU, and the memory that each setting needs; the
-prediction needs neither a GPU nor the model's weights.
+"""List settings with which a model trains on one GPU, and the memory that each setting needs.
+
+The prediction needs neither a GPU nor the model's weights.
 
     memeff fit examples/configs/llama3.1-8b.json --gpu rtx4090 --length 2048
 
@@ -75,8 +76,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    `write` lists the lines of user code that apply the setting, with one letter for each line; `{}`
-    in these lines is replaced by the first letter of the codec.
+    ``write`` lists the lines of user code that apply the setting, with one letter for each line.
+    The first letter of the codec replaces ``{}`` in ``write``.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}

@@ -147,8 +147,9 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return a Decline for returned logits if the output projection's weight is computed from a
-    graph input that is neither a parameter nor a buffer.
+    """Return a Decline for returned logits whose weight is computed from another graph input.
+
+    The input is neither a parameter nor a buffer.
     """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
@@ -219,8 +220,9 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for each linear layer whose result the graph returns, if the layer is too
-    narrow to tell whether it is an output projection or a layer inside a model.
+    """Yield a Decline for each narrow linear layer whose result the graph returns.
+
+    Such a layer is too narrow to tell whether it is an output projection or a layer inside a model.
     """
     if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
         return
