@@ -56,8 +56,8 @@ def linear_divergence(
     """Compute a divergence between the softmaxes of a student's and a teacher's output projection,
     without building the logits.
 
-    Let p = softmax(z / temperature) with the student's logits z = hidden @ weight.T + bias, and let
-    q be the teacher's softmax, computed in the same way. `kind` selects the result per row (token):
+    Let p = softmax(z / temperature) with the student's logits z = hidden @ weight.T + bias. Let q
+    be the teacher's softmax, computed in the same way. `kind` selects the result per row (token):
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
@@ -86,9 +86,9 @@ def linear_divergence(
         bias: (V,), the bias of the student's output projection, or None.
         teacher_bias: (V,), the bias of the teacher's output projection, or None.
         classes: (..., k) int64, the class indices for which the teacher's log-probabilities are
-            known; `teacher` then contains these log-probabilities, (..., k), already divided by the
-            temperature. The divergence is then a sum over these classes only. A class index outside
-            of the vocabulary raises an error.
+            known. ``teacher`` then contains these log-probabilities, (..., k), already divided by
+            the temperature. The divergence is then a sum over these classes only. A class index
+            outside of the vocabulary raises an error.
         with_rest: if `classes` is given, count all other classes together as one more class, for
             the student and for the teacher.
 

@@ -198,9 +198,10 @@ def compile(
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is neither a module nor a function. If you pass `kv_cache`,
-            also: a setting of the cache is not supported; or the model cannot use a KVCache,
-            because it has no `generate`, is an encoder-decoder, or needs another kind of cache.
+        UnsupportedInputError: The model is neither a module nor a function. If you pass
+            ``kv_cache``, also: a setting of the cache is not supported, or the model cannot use a
+            KVCache. Such a model has no ``generate``, is an encoder-decoder, or needs another kind
+            of cache.
 
     Example:
         >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

@@ -412,8 +412,8 @@ def room_for_graphs(limit: int = 64) -> dict[str, Any]:
     """Return arguments of torch.compile that give a model its own, larger limit on the number of
     graphs.
 
-    Without these arguments, all models of a process share one limit: transformers wraps the forward
-    of every model in the same decorator, and Dynamo counts graphs per code object. Before torch
+    Without these arguments, all models of a process share one limit. Dynamo counts graphs per code
+    object, and transformers wraps the forward of every model in the same decorator. Before torch
     2.13 these arguments do not exist, so this function increases the shared limit instead.
     """
     from torch._dynamo import config

@@ -6,8 +6,8 @@ turns them into logits. For each of these rows, the fused loss op returns the lo
 logits, the target's logit and the sum of the logits. The op does not build the logits.
 ``FusedRows`` is the gradient of such rows of logits. This gradient also has a compact form, with a
 few numbers per row instead of one number per class. The backward pass of the deferred logits passes
-``FusedRows`` to the fused loss op, which computes the gradients of the hidden states and the output
-projection.
+``FusedRows`` to the fused loss op. The op computes the gradients of the hidden states and the
+output projection.
 
 Apart from the passes, only this module calls the fused loss op, and always in its exact mode. The
 lossy modes of memeff.linear_cross_entropy apply only inside the graph.

@@ -65,8 +65,8 @@ class _Rows(_Function):
     """The autograd function that computes a few numbers for each row of logits or
     log-probabilities.
 
-    - Row z of logits with target t: the log-sum-exp lse, the loss nll = lse - z_t, and the sum of z
-      weighted per class.
+    - Row z of logits with target t: the log-sum-exp lse, nll = lse - z_t, and the sum of z weighted
+      per class.
     - Row l of log-probabilities: nll = -l_t, and the weighted sum of l.
     """
 
@@ -562,9 +562,9 @@ def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
     Such gradients take as much memory as the hidden states and the weight together. So the forward
-    pass computes gradients only for a loss of more than half of the rows. It computes no gradients
-    if an earlier training step had a second loss of the same logits: a second loss would compute
-    the logits again.
+    pass computes gradients only for a loss of more than half of the rows. If an earlier training
+    step had a second loss of the same logits, the forward pass computes no gradients. A second loss
+    would compute the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

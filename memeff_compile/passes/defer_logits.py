@@ -1,10 +1,10 @@
 """Decide whether a graph can return deferred logits, and plan the rewrite.
 
 Deferred logits are computed when they are first read. Two passes use this module. The pass
-``fuse_linear_cross_entropy`` uses it for logits that a model returns together with its loss. The
-pass in this file uses it for the logits of a training graph without a loss. User code then computes
-the loss from deferred logits outside of the graph, and the fused op computes this loss
-(``memeff_compile/logits/outside_loss.py``).
+``fuse_linear_cross_entropy`` uses the module for logits that a model returns together with its
+loss. The pass in this file uses the module for the logits of a training graph without a loss. User
+code then computes the loss from deferred logits outside of the graph, and the fused op computes
+this loss (``memeff_compile/logits/outside_loss.py``).
 
 A Hugging Face model returns its logits together with the loss. If the graph returned ordinary
 logits, they would stay in memory. Because they require a gradient, the backward pass would also add

@@ -12,8 +12,8 @@ attention mask and a padding mask are given, the second implementation builds a 
 head.
 
 If no node reads the attention weights, this pass inserts nodes like those of the second
-implementation. The pass uses one mask for all heads, so that the pass ``recover_attention`` can read the
-mask. If the rewrite would save neither memory nor time, the pass does not change the node.
+implementation. The pass uses one mask for all heads, so that the pass ``recover_attention`` can
+read the mask. If the rewrite would save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations

@@ -11,16 +11,17 @@ The op builds no N x V logits.
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind (first example) computes one number per row (token), which compares the
-softmax of a student's output projection with a teacher's softmax. The teacher's logits come from
-another output projection of this graph, or exist already as a tensor. ``losses/divergences.py``
-recognises the different ways to write such a divergence. If the rest of the graph only masks,
-scales and sums a divergence's numbers per row, the fused op returns the sum and its gradients. The
-op then needs four matrix products in all. Otherwise the backward pass computes the logits again.
+A match of the first kind (first example) computes one number per row (token). The number compares
+the softmax of a student's output projection with a teacher's softmax. The teacher's logits come
+from another output projection of this graph, or exist already as a tensor.
+``losses/divergences.py`` recognises the different ways to write such a divergence. The rest of the
+graph may only mask, scale and sum a divergence's numbers per row. If so, the fused op returns the
+sum and its gradients. The op then needs four matrix products in all. Otherwise the backward pass
+computes the logits again.
 
 A match of the second kind (second example) reads the log-probabilities of k classes per row
-(``losses/classes.py``), because a teacher often provides only its k most likely classes. The rest
-of such a loss stays in the graph and uses these k numbers.
+(``losses/classes.py``). A teacher often provides only its k most likely classes. The rest of such a
+loss stays in the graph and uses these k numbers.
 
 The pass declines if one of these conditions holds:
 

@@ -23,7 +23,7 @@ Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table, in the
 table's dtype, on every rank. So the pass rewrites the lookup of every large split table. Each rank
-looks up the rows of its own shard, ``over_ranks`` makes a DTensor of the results, and the ranks'
+looks up the rows of its own shard, and ``over_ranks`` makes a DTensor of the results. The ranks'
 results are summed as before:
 
     before: x = embedding(ids, W).redistribute(...)  # with W: Shard(0)
@@ -280,7 +280,7 @@ def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after ``last`` through which fused output projections use ``weight``.
 
     Such a node is the fused loss op, a cast, or a slice of the classes. Casts of the table to a
-    narrower dtype are not included: with them, the gradient would be stored in the table's wider
+    narrower dtype are not included. With them, the gradient would be stored in the table's wider
     dtype during the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]

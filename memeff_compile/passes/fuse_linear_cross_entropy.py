@@ -22,7 +22,7 @@ A *site* is one output projection and every consumer of its logits that the fuse
 - metrics of the same logits (argmax, entropy, losses without a gradient).
 
 Consumers that use the same rows (tokens) and targets share one call of the fused op. Sums and means
-over rows stay ATen nodes, so the mean is nan if all tokens of a batch are ignored, as in eager
+over rows stay ATen nodes. So the mean is nan if all tokens of a batch are ignored, as in eager
 PyTorch.
 
 The pass declines if one of these conditions holds:

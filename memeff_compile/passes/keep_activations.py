@@ -219,7 +219,7 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
     """Yield the results that fit into ``limit`` bytes.
 
     Results whose recomputation would take the most time per byte come first. Among results with
-    equal time per byte, those of later blocks come first: the backward pass frees their memory
+    equal time per byte, those of later blocks come first. The backward pass frees their memory
     before most of the weights' gradients exist. Results whose size depends on the values of tensors
     are not included, because they could exceed any limit.
     """

@@ -7,7 +7,7 @@ The pass runs after the pass recover_attention. The pass rewrites calls of PyTor
 without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
 arXiv 2411.10958.
 
-The pass is lossy and therefore opt-in: the option memeff.attention names a precision level such as
+The pass is lossy and therefore opt-in. The option memeff.attention names a precision level such as
 "8b", or a table with a level for each module. If a gradient is needed, the pass leaves the
 attention exact, and the report says why.
 """

@@ -65,8 +65,8 @@ def explain(
         options: the backend's options, as in `torch.compile(options=...)`. If the option
             "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
         device: the device that the plan is made for: "cuda" or "cpu".
-        gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
-            default, the kernels of an H100 or H200.
+        gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
+            memory; by default, for the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
 
@@ -180,8 +180,8 @@ def _captured(
     """Capture a model at the sizes of the call, and again at other sizes.
 
     The captures show how the sizes of buffers depend on batch size and length. If a size is not
-    proportional to the length, for example because the model rounds lengths up to whole chunks, the
-    plan holds only for the call's sizes.
+    proportional to the length, the plan holds only for the call's sizes. For example, a model may
+    round lengths up to whole chunks.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -284,8 +284,8 @@ class Explanation(VerbReport):
         Args:
             batch: sequences per GPU; by default those of the call.
             length: tokens per sequence; by default those of the call.
-            memory: the memory of one GPU, such as "80GB", for which the largest batch is computed;
-                by default the memory of the GPU that was passed to `explain`.
+            memory: the memory of one GPU, such as "80GB", for which the largest batch is computed.
+                By default, the memory of the GPU that was passed to ``explain``.
             **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:

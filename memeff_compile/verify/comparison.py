@@ -172,7 +172,7 @@ class Comparison:
         """Run the original and the rewritten graph on these arguments and compare their results,
         without changing the caller's state.
 
-        Raise NotRunError if the graph cannot be compared, or memory is too small; raise
+        Raise NotRunError if the graph cannot be compared, or memory is too small. Raise
         PostponedError if the original graph raises an error for these arguments.
         """
         reason = self._obstacle(args)

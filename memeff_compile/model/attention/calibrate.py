@@ -11,7 +11,7 @@ With the argument ``share``, this share of the attention calls gets the more pre
 To choose these calls, the model runs again for each call, once at each of the two levels. Only this
 call then runs in low bits. The difference between the two changes of the model's output measures
 the harm of the less precise level. Any change in a call also makes all later layers of a 16-bit
-model round differently, most of all if the call is in an early layer. This effect cancels in the
+model round differently. This effect is largest for calls in early layers, and it cancels in the
 difference. A layer whose own result changes little may change the output much, and the reverse.
 """
 
@@ -157,14 +157,14 @@ def calibrate_attention(
     by: str | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention module of a model at each level (low-bit format), and choose the first
-    level that is good enough.
+    """Score each attention module of a model at each level (low-bit format); choose the first good
+    one.
 
     A score is the cosine similarity of a level's result and the exact result, multiplied by (1 -
-    their relative L1 distance). The lowest score over all inputs counts. An attention is named by
-    the path of the module that calls it; the second attention in one call of the module has `#1`
-    appended to that name, and so on. If a module is called several times for one input, as in the
-    steps of a diffusion model, each of these calls gets a separate score and level.
+    their relative L1 distance). The lowest score over all inputs counts. The name of an attention
+    is the path of the module that calls it. The second attention in one call of the module has
+    ``#1`` appended to that name, and so on. A module may be called several times for one input, as
+    in the steps of a diffusion model. Each of these calls gets a separate score and level.
 
     Args:
         model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
@@ -176,18 +176,18 @@ def calibrate_attention(
         share: An alternative to `min_score`: the share of all calls that gets the second of two
             levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
-        levels: The levels to choose from, in this order, by default `8b` (INT8 scores) and `8b+f16`
-            (INT8 scores, fp16 attention weights and values); if no level reaches the score, `exact`
-            is chosen. With `share`, there must be two levels, by default `4b` (4-bit scores) and
-            `8b`; the second may be `exact`.
+        levels: The levels to choose from, in this order. By default ``8b`` (INT8 scores) and
+            ``8b+f16`` (INT8 scores, fp16 attention weights and values). If no level reaches the
+            score, ``exact`` is chosen. With `share`, there must be two levels, by default `4b`
+            (4-bit scores) and `8b`; the second may be `exact`.
         by: How `share` measures harm. "output": for each call and input, the model runs twice more,
             with only this call at the first and at the second level. The harm is the difference
             between the two changes of the model's output, as the mean over inputs. A change is the
             KL divergence if the output has `logits`, otherwise the relative squared error of the
             largest output tensor. "attention": a call with a lower worst score at the first level
             does more harm, as in SageAttention2. By default "output" if each attention is called
-            once per input and the output contains a floating-point tensor that is the same in a
-            second run, otherwise "attention".
+            once per input, and the output has a floating-point tensor that a second run repeats.
+            Otherwise "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example a
             whole sampling loop. With `by="output"`, this function must return the model's output.
 
@@ -298,8 +298,8 @@ class _Run:
     ) -> str | None:
         """Add the harm of the first level, compared with the second, to ``changes`` for each call.
 
-        The harm is the difference between two changes of the model's output: with only this call at
-        the first level of ``pair``, and with only this call at the second.
+        Two runs change the model's output, with only this call at the first and at the second level
+        of ``pair``. The harm is the difference between the two changes.
 
         Return a sentence if the output cannot be compared, otherwise None. With ``are_single``, the
         output cannot be compared if an attention was called more than once.

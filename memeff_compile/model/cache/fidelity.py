@@ -50,15 +50,15 @@ class FidelityReport(VerbReport):
         settings: the settings of the cache that was compared with an exact cache.
         pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
             among those that attend to all tokens. The dictionary's `layers` are the numbers of the
-            two layers. For `keys` and for `values`, the dictionary contains the mean cosine between
-            the vectors of the same token in the two layers, the 5th percentile of these cosines,
-            and a histogram with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines
-            of `keys` and of `values` after the two layers are aligned. Its `has_window` says
-            whether one of the two layers has a sliding window (such layers stay exact and never
-            merge). If `each_pair` was passed, its `kl` is the KL divergence (as in `logits`) of a
-            cache that merges only this pair.
-        attention: for each attention call that both runs made, the `mean` and the `worst` cosine
-            between the results in the two runs; empty if the model never calls
+            two layers. For ``keys`` and for ``values``, the dictionary describes the cosines
+            between the vectors of the same token in the two layers. It contains their mean, their
+            5th percentile, and a histogram with ``BINS`` bins from -1 to 1. Its `aligned` contains
+            the mean cosines of `keys` and of `values` after the two layers are aligned. Its
+            `has_window` says whether one of the two layers has a sliding window (such layers stay
+            exact and never merge). If `each_pair` was passed, its `kl` is the KL divergence (as in
+            `logits`) of a cache that merges only this pair.
+        attention: for each attention call that both runs made, the ``mean`` and the ``worst``
+            cosine between the results in the two runs. Empty if the model never calls
             scaled_dot_product_attention.
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
             exact cache, in nats, and `kl_worst`, the largest of these divergences. `agreement` is
@@ -68,15 +68,15 @@ class FidelityReport(VerbReport):
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
         merged: `KVCache.merged` for the last input.
         codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
-            for comparison. Four of these caches do not merge layers: one has as many bits as the
-            measured cache, one 3 bits, one 2 bits, and one 3 bits for keys and 2 for values (its
-            entry has `value_bits`). The fifth has 3 bits for keys and 2 for values too, and merges
-            the values of all layers (its entry has `values_merged`).
-        maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
-            fitted to all inputs: the rotations of keys and of values, (heads, 2, depth, depth),
-            and, for each head of the upper layer, the matching head of the lower layer. A cache
-            that is created with `MiniCache(fidelity=report)` uses these maps from its first token
-            on. The JSON does not contain the maps.
+            for comparison. Four of these caches do not merge layers. One has as many bits as the
+            measured cache, one has 3, and one has 2. The fourth has 3 bits for keys and 2 for
+            values (its entry has ``value_bits``). The fifth has 3 bits for keys and 2 for values
+            too, and merges the values of all layers (its entry has `values_merged`).
+        maps: for each pair in ``pairs``, the maps that align the upper layer with the lower one,
+            fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
+            keys and of values. The second has the matching head of the lower layer for each head of
+            the upper layer. A cache that is created with `MiniCache(fidelity=report)` uses these
+            maps from its first token on. The JSON does not contain the maps.
     """
 
     settings: dict[str, Any]
@@ -132,7 +132,7 @@ class FidelityReport(VerbReport):
     def _other_layers(self) -> str:
         """Return advice to merge other layers, or "".
 
-        There is advice only if each pair of layers was measured alone, and if other pairs cost less
+        There is advice only if each pair of layers was measured alone. Other pairs must cost less
         accuracy than the pairs that the measured cache merges.
         """
         merged = [tuple(line["layers"]) for line in self.merged]
@@ -222,8 +222,8 @@ def fidelity_report(
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
         each_pair: also measure, for each pair of layers that can be merged, a cache that merges
-            only this pair; this shows which layers can be merged at the least cost. The model then
-            runs once more for each pair and input.
+            only this pair. The results show which layers can be merged at the least cost. The model
+            then runs once more for each pair and input.
         settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:

@@ -62,8 +62,8 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
-            more tokens raises an error. On a GPU, the CPU does not know how many tokens the cache
-            contains; there, the logits of tokens that do not fit are nan.
+            more tokens raises an error. On a GPU, the logits of tokens that do not fit are nan: the
+            CPU does not know how many tokens the cache contains.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
@@ -76,9 +76,9 @@ class KVCache(Cache):
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
             padding. With this mask, `keep_first` counts from the first token after the padding, and
             scales ignore padding.
-        merge: None, ``"minicache"``, or a `MiniCache` with settings: the two layers of a pair then
-            share one direction (unit vector) for the keys, and one for the values, of each older
-            token. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
+        merge: None, ``"minicache"``, or a ``MiniCache`` with settings. The two layers of a pair
+            then share one direction (unit vector) for the keys of each older token, and one for the
+            values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
             unless you pass the result of `fidelity_report` for your model.
 
     Raises:
@@ -646,8 +646,8 @@ def use_kv_cache_(
         object is also a report.
 
     Raises:
-        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache: it has
-            no `generate`, is an encoder-decoder, or uses another kind of cache.
+        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache. Such a
+            model has no ``generate``, is an encoder-decoder, or uses another kind of cache.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

@@ -342,7 +342,7 @@ class WindowLayer(AsTheyCome):
         """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
         With copy_ instead, the prompt's keys and values of all layers would stay in memory at the
-        same time, which raises the peak of the GPU's memory.
+        same time. That would raise the peak of the GPU's memory.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)

@@ -70,42 +70,41 @@ class MiniCache:
     A layer with a sliding window that lies between the two layers stays exact.
 
     Args:
-        start_layer: layers before this one are not merged, and the first pair starts at the first
-            layer, from this one on, that attends to all tokens; by default, this is the middle
-            layer.
+        start_layer: layers before this one are not merged; by default, this is the middle layer.
+            The first pair starts at the first layer, from this one on, that attends to all tokens.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other;
             `fidelity_report` shows the cost.
-        align: ``heads`` subtracts each layer's mean from its keys and values, pairs the heads of
-            the two layers, and rotates the upper layer's vectors towards the lower layer's before
-            they are merged; the rotations are fitted to the first tokens that the cache gets.
-            ``none`` merges without these three steps, as the paper does.
-        rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
-            ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
+        align: ``heads`` takes three steps before the merge. It subtracts each layer's mean from its
+            keys and values, and pairs the heads of the two layers. Then it rotates the upper
+            layer's vectors towards the lower layer's. The rotations are fitted to the first tokens
+            that the cache gets. ``none`` merges without these three steps, as the paper does.
+        rule: how one direction is computed from two. ``slerp`` takes a point on the arc between
+            them, and ``average`` their weighted mean. ``max_norm`` takes the direction of the
+            longer vector.
         t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``.
             The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
             default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
-        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors
-            in the two layers. A token stays unmerged if its distance differs from the largest
-            distance (with ``reading="similar"``, from the smallest) by at most `gamma` times the
-            range of all distances. A larger number keeps more tokens unmerged, and 1 keeps all that
-            fit.
+        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors in
+            the two layers. A token stays unmerged if its distance is near the largest distance
+            (with ``reading="similar"``, the smallest). Near means a difference of at most ``gamma``
+            times the range of all distances. A larger number keeps more tokens unmerged, and 1
+            keeps all that fit.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
             too small for all such tokens, those that differ most between the layers stay unmerged.
-        reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
-            layers; with ``similar``, another interpretation of the paper's inequality, those that
-            differ least.
+        reading: which tokens stay unmerged. With ``distinct``, these are the tokens that differ
+            most between the layers. With ``similar``, another interpretation of the paper's
+            inequality, these are the tokens that differ least.
         scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
             ``projection`` uses the length with the smallest error.
         values_only: merge only values. Each layer then stores codes of its own keys. No values stay
             unmerged, except those of the first tokens, and `gamma`, `retained` and `reading` have
             no effect.
         fidelity: the result of `fidelity_report` for the model. Without this report, creating a
-            cache with merged layers shows a warning, and raises an error if the cache would merge
-            keys of layers that have other layers between them. With this report, the cache
-            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
-            The report's rotations are used if the cache's first tokens are too few to fit
-            rotations.
+            cache with merged layers shows a warning. It raises an error if other layers lie between
+            two layers whose keys would be merged. With this report, the cache raises an error for a
+            pair of layers whose mean cosine is below the threshold `ALIKE`. The report's rotations
+            are used if the cache's first tokens are too few to fit rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 

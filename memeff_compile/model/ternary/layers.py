@@ -86,7 +86,8 @@ class TernaryLinear(nn.Linear):
 
     Attributes:
         kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the
-            elements with the largest magnitudes, 0 for the others). You may change it at any time.
+            elements with the largest magnitudes, 0 for the others). You may change ``kind`` at any
+            time.
         was_dense: whether ``ternarize_`` created the module from an nn.Linear, which ``undo``
             restores.
 

@@ -24,8 +24,8 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 class TernaryStages:
-    """The two training stages of BitNet a4.8: linear layers quantise their inputs to 8 bits for
-    most of the training, and then in the formats of the recipe "a4.8".
+    """The two training stages of BitNet a4.8. In the first stage, most of the training, linear
+    layers quantise their inputs to 8 bits. In the second, the recipe "a4.8" applies.
 
     The optimizer state remains valid, because the parameters remain the same objects. The switch to
     the second stage changes an attribute of each linear layer, so a compiled model is compiled once

@@ -226,8 +226,8 @@ def _initialised(
     """Return a buffer with the values that the module's initialisation computes, or None.
 
     A transformers model has one method that initialises all its modules. In other models, each
-    module has a method ``reset_parameters``. This function calls the method of a module only if
-    every parameter of the module is on the meta device, so that no parameter changes.
+    module has a method ``reset_parameters``. This function calls the method only if every parameter
+    of the module is on the meta device. So no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None

@@ -557,7 +557,7 @@ def optim_in_backward(
         model: a model with compressed or dense weights, or both; FSDP2 may shard dense weights; DDP
             is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
-        accumulate: the number of gradients per update, counted per parameter: if a backward pass
+        accumulate: the number of gradients per update, counted per parameter. If a backward pass
             computes no gradient for a parameter, the parameter's update comes correspondingly
             later. If `accumulate` is more than one, dense gradients stay in memory until the
             update, as in usual training.

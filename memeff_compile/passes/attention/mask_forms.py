@@ -78,8 +78,8 @@ class Form:
     def is_sayable(self) -> bool:
         """Return whether the arguments of memeff::attention can express the mask.
 
-        The mask may only have bounds on positions, at most one table of visible keys (one flag per
-        key), and at most one comparison of ids.
+        The mask may have bounds on positions, one table of visible keys (one flag per key), and one
+        comparison of ids, but nothing else.
         """
         return (
             not (self.positions or self.shifted or self.rest)

@@ -256,8 +256,8 @@ _VIEWS = named(
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
     """Return the given node with its graph, and the nodes outside of checkpoints that it stands
-    for. If the node is an input of a checkpoint's body, the next entry is the node that the
-    surrounding graph passes for it, and so on outwards."""
+    for. If the node is an input of a checkpoint's body, the surrounding graph passes another node
+    for it. That node is the next entry, and so on outwards."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)

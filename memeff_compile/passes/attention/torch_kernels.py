@@ -34,9 +34,9 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
     - On a CPU, PyTorch has one fused kernel. It supports grouped heads in every floating-point
       dtype, and is then as fast as with repeated keys and values.
-    - On a GPU, the flash and cuDNN kernels support grouped heads in 16 bits, for equal head sizes
-      up to 256 in steps of 8. The memory-efficient kernel does not support grouped heads, and the
-      unfused kernel is slow.
+    - On a GPU, the flash and cuDNN kernels support grouped heads in 16 bits. Head sizes must be
+      equal, a multiple of 8 and at most 256. The memory-efficient kernel does not support grouped
+      heads, and the unfused kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)

@@ -5,10 +5,10 @@ Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32
 returns the pre-dispatch ATen calls. Their arguments are bound by schema name, with defaults filled
 in. So a pass handles only one form.
 
-Reading never changes the graph. A node can be read in two ways. With a table of names and schemas,
-:func:`read` reads a node in microseconds. :func:`trace` runs the node on fake operands under
-``make_fx``; the tests compare the table with this trace. If neither the table nor a trace can read
-a node, the result is None, and the pass declines the match.
+Reading never changes the graph. A node can be read in two ways. The function :func:`read` uses a
+table of names and schemas, and takes microseconds. The function :func:`trace` runs the node on fake
+operands under ``make_fx``. The tests compare the table with this trace. If neither the table nor a
+trace can read a node, the result is None, and the pass declines the match.
 """
 
 from __future__ import annotations

@@ -435,8 +435,8 @@ class DivergenceReader:
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
         """Recognize the logarithm of a mixture of probabilities.
 
-        The forms are log(a q + b p), and logsumexp of [log q + log a, log p + log b], with a + b =
-        1."""
+        The forms are ``log(a q + b p)`` and ``logsumexp([log q + log a, log p + log b])``, with a +
+        b = 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:

@@ -2,9 +2,9 @@
 
 Also insert the few ATen nodes that compute each loss from the call's results.
 
-Tails (losses and other results of the logits) share one call of the fused op if these are equal:
-their rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label smoothing
-and casts remain ATen nodes over N numbers, which the inner compiler fuses.
+Losses and other results of the logits (tails) may share one call of the fused op. They need equal
+rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label smoothing and
+casts remain ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
     """Return the node before which the fused op is inserted, and this node's region.
 
     A region has autograd, autocast and inference modes. Usually the node computes the group's first
-    loss or other result of the logits. If the first result is a metric without a gradient and
-    another result needs gradients, the op is inserted before the node that disabled gradients.
+    loss or other result of the logits. The first result may be a metric without a gradient, while
+    another result needs gradients. Then the op is inserted before the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -227,8 +227,8 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
     """Change a node that reads the shape of the logits, so that the node needs no logits.
 
-    The node reads the shape from a tensor that needs no memory: a column of the hidden states,
-    expanded to the shape of the logits.
+    Let the node read the shape from a column of the hidden states, expanded to the shape of the
+    logits. This tensor needs no memory.
     """
     head, e = read.chain.head, editor
     depth = compat.known_size(info.value(head.hidden).shape[-1])

@@ -2,8 +2,8 @@
 
 To distinguish an output projection from a wide layer inside a model, this module looks at how the
 graph uses the layer's result. The result of an inner layer is an operand of another matrix product.
-The result of an output projection is reduced to at most one number per row, as in a loss, or is an
-output of the graph.
+The result of an output projection is an output of the graph, or is reduced to one number per row or
+fewer.
 """
 
 from __future__ import annotations
