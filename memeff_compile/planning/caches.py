@@ -106,7 +106,7 @@ def explain_cache(
     weights: str = "dense",
 ) -> CachePlan:
     """Return the longest context and the largest batch that fit into memory, for each number of
-    bits of a `KVCache`.
+    bits of a ``KVCache``.
 
     The function allocates no memory. Layers with a sliding window stay exact, whatever the number
     of bits.
@@ -116,18 +116,18 @@ def explain_cache(
         memory: memory of the GPU, in bytes or as a size such as "141GB".
         batch: the number of sequences for which the longest context is computed.
         length: the number of tokens per sequence for which the largest batch is computed.
-        scheme: as for `KVCache`.
-        group: as for `KVCache`.
-        recent: as for `KVCache`.
-        keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged but not
-            encoded.
-        weights: "dense", or a codec of `compress_`.
+        scheme: as for ``KVCache``.
+        group: as for ``KVCache``.
+        recent: as for ``KVCache``.
+        keep_first: as for ``KVCache``.
+        merge: as for ``KVCache``, a ``MiniCache`` or its name; with 16 bits, layers are merged but
+            not encoded.
+        weights: "dense", or a codec of ``compress_``.
 
     Raises:
         ExplainError: the memory is not a size. The model's config does not say how many layers or
             key-value heads the model has. Keys and values have no common head dimension.
-        UnsupportedInputError: `KVCache` does not support a setting.
+        UnsupportedInputError: ``KVCache`` does not support a setting.
 
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP

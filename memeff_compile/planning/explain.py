@@ -62,8 +62,8 @@ def explain(
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in `torch.compile(options=...)`. If the option
-            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
+        options: the backend's options, as in ``torch.compile(options=...)``. If the option
+            "memeff.weights" is a codec, plans assume that ``compress_`` compressed the weights.
         device: the device that the plan is made for: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
             memory; by default, for the kernels of an H100 or H200.
@@ -286,11 +286,11 @@ class Explanation(VerbReport):
             length: tokens per sequence; by default those of the call.
             memory: the memory of one GPU, such as "80GB", for which the largest batch is computed.
                 By default, the memory of the GPU that was passed to ``explain``.
-            **given: the fields of `Setting`; by default one GPU and no optimizer.
+            **given: the fields of ``Setting``; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is not valid; or `batch` or `length` differs from the call's,
-                although the plan holds only for the call's sizes.
+            ExplainError: a setting is not valid; or ``batch`` or ``length`` differs from the
+                call's, although the plan holds only for the call's sizes.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP

@@ -303,7 +303,7 @@ def fit(
     Args:
         model: a config.json, a folder with one, ``module:function``, or a model of transformers
             without checkpointing, on any device, "meta" included.
-        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that ``gpu``
             names.
         gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.
         length: number of tokens per sequence.

@@ -143,7 +143,7 @@ def fit_serving(
 
     Args:
         model: a config.json, a folder with one, or a model of transformers (also on "meta").
-        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that ``gpu``
             names.
         gpu: the name of a GPU, such as "rtx4090".
         batch: number of sequences that are generated at the same time.

@@ -172,28 +172,29 @@ def calibrate_attention(
             arguments, or a single argument. A single mapping or tensor is one run. A run must not
             change its inputs, so pass no KV cache.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
-            `share`.
-        share: An alternative to `min_score`: the share of all calls that gets the second of two
+            ``share``.
+        share: An alternative to ``min_score``: the share of all calls that gets the second of two
             levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
         levels: The levels to choose from, in this order. By default ``8b`` (INT8 scores) and
             ``8b+f16`` (INT8 scores, fp16 attention weights and values). If no level reaches the
-            score, ``exact`` is chosen. With `share`, there must be two levels, by default `4b`
-            (4-bit scores) and `8b`; the second may be `exact`.
-        by: How `share` measures harm. "output": for each call and input, the model runs twice more,
-            with only this call at the first and at the second level. The harm is the difference
-            between the two changes of the model's output, as the mean over inputs. A change is the
-            KL divergence if the output has `logits`, otherwise the relative squared error of the
-            largest output tensor. "attention": a call with a lower worst score at the first level
-            does more harm, as in SageAttention2. By default "output" if each attention is called
-            once per input, and the output has a floating-point tensor that a second run repeats.
-            Otherwise "attention".
-        run: A function that runs the model on one input, if `model(input)` does not; for example a
-            whole sampling loop. With `by="output"`, this function must return the model's output.
+            score, ``exact`` is chosen. With ``share``, there must be two levels, by default ``4b``
+            (4-bit scores) and ``8b``; the second may be ``exact``.
+        by: How ``share`` measures harm. "output": for each call and input, the model runs twice
+            more, with only this call at the first and at the second level. The harm is the
+            difference between the two changes of the model's output, as the mean over inputs. A
+            change is the KL divergence if the output has ``logits``, otherwise the relative squared
+            error of the largest output tensor. "attention": a call with a lower worst score at the
+            first level does more harm, as in SageAttention2. By default "output" if each attention
+            is called once per input, and the output has a floating-point tensor that a second run
+            repeats. Otherwise "attention".
+        run: A function that runs the model on one input, if ``model(input)`` does not; for example
+            a whole sampling loop. With ``by="output"``, this function must return the model's
+            output.
 
     Returns:
-        The level of each attention module, as a value for the option `memeff.attention`; it can be
-            printed and stored as JSON.
+        The level of each attention module, as a value for the option ``memeff.attention``; it can
+            be printed and stored as JSON.
 
     Raises:
         CalibrationError: There are no inputs, the model called no attention, or an argument is not

@@ -44,38 +44,39 @@ _KINDS = ("keys", "values")
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """The result of `fidelity_report`; it can be printed and stored as JSON.
+    """The result of ``fidelity_report``; it can be printed and stored as JSON.
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
         pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
-            among those that attend to all tokens. The dictionary's `layers` are the numbers of the
-            two layers. For ``keys`` and for ``values``, the dictionary describes the cosines
+            among those that attend to all tokens. The dictionary's ``layers`` are the numbers of
+            the two layers. For ``keys`` and for ``values``, the dictionary describes the cosines
             between the vectors of the same token in the two layers. It contains their mean, their
-            5th percentile, and a histogram with ``BINS`` bins from -1 to 1. Its `aligned` contains
-            the mean cosines of `keys` and of `values` after the two layers are aligned. Its
-            `has_window` says whether one of the two layers has a sliding window (such layers stay
-            exact and never merge). If `each_pair` was passed, its `kl` is the KL divergence (as in
-            `logits`) of a cache that merges only this pair.
+            5th percentile, and a histogram with ``BINS`` bins from -1 to 1. Its ``aligned``
+            contains the mean cosines of ``keys`` and of ``values`` after the two layers are
+            aligned. Its ``has_window`` says whether one of the two layers has a sliding window
+            (such layers stay exact and never merge). If ``each_pair`` was passed, its ``kl`` is the
+            KL divergence (as in ``logits``) of a cache that merges only this pair.
         attention: for each attention call that both runs made, the ``mean`` and the ``worst``
             cosine between the results in the two runs. Empty if the model never calls
             scaled_dot_product_attention.
-        logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
-            exact cache, in nats, and `kl_worst`, the largest of these divergences. `agreement` is
-            the share of positions at which the most likely token is the same. The mean loss of the
-            input's tokens is `loss_exact` with an exact cache and `loss` with the measured cache.
-        memory: the `bytes` of the measured cache, the bytes that keys and values take in the
-            model's dtype (`before`), and the `ratio` `before` / `bytes`.
-        merged: `KVCache.merged` for the last input.
-        codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other caches,
-            for comparison. Four of these caches do not merge layers. One has as many bits as the
-            measured cache, one has 3, and one has 2. The fourth has 3 bits for keys and 2 for
-            values (its entry has ``value_bits``). The fifth has 3 bits for keys and 2 for values
-            too, and merges the values of all layers (its entry has `values_merged`).
+        logits: ``kl``, the mean KL divergence of the next-token probabilities from those with an
+            exact cache, in nats, and ``kl_worst``, the largest of these divergences. ``agreement``
+            is the share of positions at which the most likely token is the same. The mean loss of
+            the input's tokens is ``loss_exact`` with an exact cache and ``loss`` with the measured
+            cache.
+        memory: the ``bytes`` of the measured cache, the bytes that keys and values take in the
+            model's dtype (``before``), and the ``ratio`` ``before`` / ``bytes``.
+        merged: ``KVCache.merged`` for the last input.
+        codes: if the measured cache merges layers: the ``bits``, ``kl`` and ``ratio`` of other
+            caches, for comparison. Four of these caches do not merge layers. One has as many bits
+            as the measured cache, one has 3, and one has 2. The fourth has 3 bits for keys and 2
+            for values (its entry has ``value_bits``). The fifth has 3 bits for keys and 2 for
+            values too, and merges the values of all layers (its entry has ``values_merged``).
         maps: for each pair in ``pairs``, the maps that align the upper layer with the lower one,
             fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
             keys and of values. The second has the matching head of the lower layer for each head of
-            the upper layer. A cache that is created with `MiniCache(fidelity=report)` uses these
+            the upper layer. A cache that is created with ``MiniCache(fidelity=report)`` uses these
             maps from its first token on. The JSON does not contain the maps.
     """
 
@@ -208,30 +209,30 @@ def fidelity_report(
     each_pair: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> FidelityReport:
-    """Measure how a model's predictions with a `KVCache` differ from its predictions with an exact
-    cache.
+    """Measure how a model's predictions with a ``KVCache`` differ from its predictions with an
+    exact cache.
 
     Args:
         model: a causal language model of transformers; it runs eagerly, without gradients, in eval
             mode, and its mode is restored afterwards.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
             padded on the left, ``attention_mask``; or a list of these. Use long inputs, because the
-            last `recent` tokens are exact in every cache.
-        bits: as in `KVCache`.
-        merge: as in `KVCache`.
+            last ``recent`` tokens are exact in every cache.
+        bits: as in ``KVCache``.
+        merge: as in ``KVCache``.
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
         each_pair: also measure, for each pair of layers that can be merged, a cache that merges
             only this pair. The results show which layers can be merged at the least cost. The model
             then runs once more for each pair and input.
-        settings: further settings of `KVCache`, except `max_cache_len`.
+        settings: further settings of ``KVCache``, except ``max_cache_len``.
 
     Returns:
         A report on the similarity of layers, the results of attention, the divergence of
         probabilities, and memory.
 
     Raises:
-        CalibrationError: There are no inputs, an input is too short, or `steps` is too small.
+        CalibrationError: There are no inputs, an input is too short, or ``steps`` is too small.
 
     Example:
         >>> report = fidelity_report(model, ids, bits=4, merge="minicache")  # doctest: +SKIP

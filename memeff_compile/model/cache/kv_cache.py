@@ -74,12 +74,12 @@ class KVCache(Cache):
         keep_first: the number of a sequence's first tokens that stay exact, because in most models
             all tokens attend to them.
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
-            padding. With this mask, `keep_first` counts from the first token after the padding, and
-            scales ignore padding.
+            padding. With this mask, ``keep_first`` counts from the first token after the padding,
+            and scales ignore padding.
         merge: None, ``"minicache"``, or a ``MiniCache`` with settings. The two layers of a pair
             then share one direction (unit vector) for the keys of each older token, and one for the
             values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
-            unless you pass the result of `fidelity_report` for your model.
+            unless you pass the result of ``fidelity_report`` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -626,20 +626,20 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Make every later ``model.generate(...)`` use a `KVCache`, also inside pipelines.
+    """Make every later ``model.generate(...)`` use a ``KVCache``, also inside pipelines.
 
-    A `generate` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
+    A ``generate`` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
     lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
     later calls. On a GPU, generate() itself compiles the decoding step, with this backend unless
-    you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the
-    model inherit the setting.
+    you choose another one. The most recent ``use_kv_cache_`` applies until you undo it. Copies of
+    the model inherit the setting.
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.
-        bits: the number of bits, as for `KVCache`.
+        bits: the number of bits, as for ``KVCache``.
         max_cache_len: the largest number of tokens that fit into a cache; by default the number
             that each call needs, rounded up.
-        settings: further settings, as for `KVCache`.
+        settings: further settings, as for ``KVCache``.
 
     Returns:
         An object that reverts the setting: call it, or use it in a ``with`` statement. The returned

@@ -63,8 +63,8 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """The settings with which a `KVCache` merges pairs of layers; `fidelity_report` measures how
-    much accuracy the merge costs.
+    """The settings with which a ``KVCache`` merges pairs of layers; ``fidelity_report`` measures
+    how much accuracy the merge costs.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
     A layer with a sliding window that lies between the two layers stays exact.
@@ -74,7 +74,7 @@ class MiniCache:
             The first pair starts at the first layer, from this one on, that attends to all tokens.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other;
-            `fidelity_report` shows the cost.
+            ``fidelity_report`` shows the cost.
         align: ``heads`` takes three steps before the merge. It subtracts each layer's mean from its
             keys and values, and pairs the heads of the two layers. Then it rotates the upper
             layer's vectors towards the lower layer's. The rotations are fitted to the first tokens
@@ -90,7 +90,7 @@ class MiniCache:
             (with ``reading="similar"``, the smallest). Near means a difference of at most ``gamma``
             times the range of all distances. A larger number keeps more tokens unmerged, and 1
             keeps all that fit.
-        retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
+        retained: the memory for unmerged tokens, as a share of ``max_cache_len``. If the memory is
             too small for all such tokens, those that differ most between the layers stay unmerged.
         reading: which tokens stay unmerged. With ``distinct``, these are the tokens that differ
             most between the layers. With ``similar``, another interpretation of the paper's
@@ -98,13 +98,13 @@ class MiniCache:
         scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
             ``projection`` uses the length with the smallest error.
         values_only: merge only values. Each layer then stores codes of its own keys. No values stay
-            unmerged, except those of the first tokens, and `gamma`, `retained` and `reading` have
-            no effect.
-        fidelity: the result of `fidelity_report` for the model. Without this report, creating a
+            unmerged, except those of the first tokens, and ``gamma``, ``retained`` and ``reading``
+            have no effect.
+        fidelity: the result of ``fidelity_report`` for the model. Without this report, creating a
             cache with merged layers shows a warning. It raises an error if other layers lie between
             two layers whose keys would be merged. With this report, the cache raises an error for a
-            pair of layers whose mean cosine is below the threshold `ALIKE`. The report's rotations
-            are used if the cache's first tokens are too few to fit rotations.
+            pair of layers whose mean cosine is below the threshold ``ALIKE``. The report's
+            rotations are used if the cache's first tokens are too few to fit rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 

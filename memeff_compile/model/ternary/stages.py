@@ -32,13 +32,14 @@ class TernaryStages:
     more.
 
     Args:
-        model: A model that `ternarize_` can change, or has already changed.
+        model: A model that ``ternarize_`` can change, or has already changed.
         steps: The number of steps of the whole training.
         share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`; `kinds` applies to the second stage, `skip` to both stages.
-        activation: As in `ternarize_`, for both stages; the paper uses "relu2".
-        low_bit_heads: As in `ternarize_`, for the second stage.
+        kinds, skip: As in ``ternarize_``; ``kinds`` applies to the second stage, ``skip`` to both
+            stages.
+        activation: As in ``ternarize_``, for both stages; the paper uses "relu2".
+        low_bit_heads: As in ``ternarize_``, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             parameter group.
         scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's
