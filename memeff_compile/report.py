@@ -517,7 +517,7 @@ class Report(VerbReport):
     def bytes_saved(self) -> int:
         """Return the number of bytes that are not allocated, as far as it is known.
 
-        It counts all changes and the losses that were computed outside of the graphs."""
+        The number counts all changes, and losses that were computed outside of the graphs."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)

@@ -9,8 +9,8 @@ graph counts as a decoding step if all of these hold:
 - it writes in place to inputs that are caches.
 
 If you set a mode of torch.compile, Inductor decides which graphs are recorded as CUDA graphs. If
-that mode uses CUDA graphs, this module tells Inductor which inputs keep their address. It also
-tells Inductor which graphs have outputs that are still in use after the graph's next call.
+that mode uses CUDA graphs, this module tells Inductor which inputs keep their address. This module
+also tells Inductor which graphs have outputs that are still in use after the graph's next call.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """Tell Inductor facts that it cannot see, if the user turned on Inductor's CUDA graphs.
+    """If the user turned on Inductor's CUDA graphs, tell Inductor two facts that Inductor cannot
+    see.
 
-    These facts are the inputs that keep their address, and whether outputs are still in use after
-    the graph's next call.
+    The facts are which inputs keep their address, and which outputs are still in use after the
+    graph's next call.
     """
     made = step.made_inside()
     if made is not None:

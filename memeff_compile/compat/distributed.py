@@ -227,10 +227,10 @@ def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
 def free_last_gather(module: torch.nn.Module) -> None:
     """Free the buffer to which FSDP2's latest all-gather wrote.
 
-    FSDP2 itself does so after the root module's forward pass. It has already started to copy the
-    weights out of this buffer. But it keeps the buffer until the next all-gather, which must wait
-    for the copies. This function makes the streams of later all-gathers wait for the copies now,
-    and then frees the buffer.
+    FSDP2 itself does so after the root module's forward pass. FSDP2 has already started to copy the
+    weights out of this buffer, but keeps the buffer until the next all-gather. That all-gather must
+    wait for the copies. This function makes the streams of later all-gathers wait for the copies
+    now, and then frees the buffer.
     """
     for state in _fsdp2_states():
         if module not in state._modules:

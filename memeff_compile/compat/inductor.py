@@ -157,8 +157,8 @@ def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
     """In this context, Inductor checks only the best set of vector instructions of an x86 CPU.
 
     Before Inductor first generates C++, it compiles and loads test programs for each set of vector
-    instructions that the CPU has. It tests one set after another, and then uses the best set. In
-    this context, Inductor checks the next best set only if the check of the best one failed. The
+    instructions that the CPU has. Inductor tests one set after another, and then uses the best set.
+    In this context, Inductor checks the next best set only if the check of the best one failed. The
     check begins at once in a thread. If a setting asks for a certain set, Inductor checks all sets.
     """
     from torch._inductor import cpu_vec_isa

@@ -108,7 +108,7 @@ def make_without_memory(
     its address. C++ code that reads the memory of such a tensor crashes. Examples are code that
     uses raw pointers or storages, and code that reads a plain tensor after the wrapper was assigned
     to its ``.data``. The tensor that this function creates has the dispatch keys and the storage of
-    the meta device. Its attribute ``device`` names the given device.
+    the meta device. The tensor's attribute ``device`` names the given device.
 
     The subclass must handle the ops in ``ABOUT_MEMORY`` in its ``__torch_dispatch__``. The subclass
     must also have a property ``device``, and a method ``refuse_memory`` that raises an error.

@@ -30,7 +30,7 @@ class MemeffCallback(Callback):  # type: ignore[misc]
 
     Lightning calls ``training_step`` instead of the module, so compiling the module itself would
     have no effect. Instead, the callback compiles, in place, each child module that has parameters.
-    It does so before training, validation, testing and prediction. Children that are already
+    The callback runs before training, validation, testing and prediction. Children that are already
     compiled are not changed.
 
     Args:

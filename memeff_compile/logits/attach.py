@@ -3,9 +3,9 @@
 
 Deferred logits are computed when they are first read. ``defer`` creates them from hidden states and
 an output projection, and ``attach`` from the outputs of a compiled graph. ``accept`` passes their
-values to compiled code. The autograd function ``_Defer`` returns the logits. Its backward pass
-computes the product of the output projection again. So, for autograd, deferred logits are an
-ordinary non-leaf tensor.
+values to compiled code. The autograd function ``_Defer`` returns the logits. The backward pass of
+``_Defer`` computes the product of the output projection again. So, for autograd, deferred logits
+are an ordinary non-leaf tensor.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def with_missing_outputs(
 ) -> Callable[..., Any]:
     """Wrap a compiled callable so that it again returns None in the positions of removed outputs.
 
-    These outputs were removed from its graph because they are None."""
+    These outputs were removed from the callable's graph because they are None."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))

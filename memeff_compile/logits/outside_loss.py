@@ -11,12 +11,12 @@ handler returns the function's result, which ``memeff::linear_cross_entropy`` co
 states and the output projection. If a handler declines a call, PyTorch's function runs on the
 computed logits.
 
-``_Rows`` is the autograd function that turns logits into a few numbers per row (token). Its
-backward pass returns the gradient of the logits in a compact form (``FusedRows``, a few numbers per
-row). Autograd passes this form back through views, casts and scales of the logits. So hooks,
-``retain_grad`` and ``torch.autograd.grad`` see the autograd graph of eager PyTorch, and code that
-reads the gradient gets a dense tensor. Log-probabilities (``_LogSoftmax``) are deferred too.
-Log-probabilities that code only gathers, sums or passes to ``nll_loss`` are never computed.
+``_Rows`` is the autograd function that turns logits into a few numbers per row (token). The
+backward pass of ``_Rows`` returns the gradient of the logits in a compact form (``FusedRows``, a
+few numbers per row). Autograd passes this form back through views, casts and scales of the logits.
+So hooks, ``retain_grad`` and ``torch.autograd.grad`` see the autograd graph of eager PyTorch, and
+code that reads the gradient gets a dense tensor. Log-probabilities (``_LogSoftmax``) are deferred
+too. Log-probabilities that code only gathers, sums or passes to ``nll_loss`` are never computed.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class _PLogP(_Function):
 class _NegativeEntropy(_Function):
     """The autograd function that sums the deferred products p log p over the classes.
 
-    It returns no gradient for its argument ``logs``, the log-probabilities log p.
+    The function returns no gradient for its argument ``logs``, the log-probabilities log p.
     """
 
     @staticmethod

@@ -4,8 +4,8 @@ A pass writes a recipe, and the runtime executes it. A ``LogitsRecipe`` describe
 projection: the dtype of the product, the orientation of the weight, and the pointwise steps after
 the product. The steps are in the model's order. ``LogitsRecipe.logits`` runs the same PyTorch calls
 as the model would, so its values equal the model's bit for bit. ``LogitsRecipe.gradients`` computes
-the gradients as autograd would. It does not compute the logits again if the gradients do not depend
-on them.
+the gradients as autograd would. This method does not compute the logits again if the gradients do
+not depend on the logits.
 
 A recipe has no steps that select rows (tokens). Selecting rows of the hidden states gives the same
 result as selecting rows of the logits, so selections are applied to the hidden states.

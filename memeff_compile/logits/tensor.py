@@ -14,7 +14,7 @@ The design, from the outermost object to the innermost:
   another ``DeferredLogits``. Every other operation computes the values and returns a plain tensor.
   Operations on ``DeferredLogits`` run below autograd (after autograd has recorded them). So
   autograd's graph, the views and the version counters are the same as in eager PyTorch. Some views,
-  such as a diagonal, do not consist of whole rows (all classes of some tokens). They are
+  such as a diagonal, do not consist of whole rows (all classes of some tokens). Such views are
   ``DeferredLogits`` too, so that every write is detected. ``_ABOVE_AUTOGRAD`` lists the functions
   that must be handled before autograd records them.
 * ``Memory`` represents the memory that eager PyTorch would allocate. The logits and all their views

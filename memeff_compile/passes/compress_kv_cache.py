@@ -254,8 +254,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
     """Return a Decline if the decoded keys and values have to be computed anyway, otherwise None.
 
-    This is so if another node needs them, or if a node writes to memory that the new attention op
-    would read later.
+    The reasons are another node that reads them, or a node that writes to memory before the new
+    attention op would read it.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):

@@ -8,9 +8,10 @@ The op adds the embedding's gradient to the output projection's gradient of the 
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
 C is a view of the table W (the weight). memeff::embedding_tied returns both C and the looked-up
-rows x. So its backward pass gets the gradient of x and the output projection's gradient of C. It
-adds the gradient of x to the rows of the gradient of C, in place. The in-place addition saves an
-fp32 buffer as large as the table (V x D), to which Inductor would scatter the gradient of x.
+rows x. So the op's backward pass gets the gradient of x and the output projection's gradient of C.
+The backward pass adds the gradient of x to the rows of the gradient of C, in place. The in-place
+addition saves an fp32 buffer as large as the table (V x D), to which Inductor would scatter the
+gradient of x.
 
 Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
 the previous lookup returned. If other nodes use the table, autograd adds the gradients of these

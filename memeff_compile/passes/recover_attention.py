@@ -7,10 +7,10 @@ PyTorch uses faster kernels for these calls.
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The pass does not match the nodes of a mask against patterns. It turns these nodes into a formula
-over batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if
-every query attends to the same keys with the new arguments as with the mask. This must be proved
-for all sizes for which the graph is compiled.
+The pass does not match the nodes of a mask against patterns. The pass turns these nodes into a
+formula over batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed
+only if every query attends to the same keys with the new arguments as with the mask. This must be
+proved for all sizes for which the graph is compiled.
 
 PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. The values of
 some masks are known only at run time. In these cases, the pass calls memeff::attention, if that op

@@ -1,8 +1,8 @@
 """Capture a model as the backend would compile it, on tensors that have sizes but no memory.
 
-The model is copied. Weights, buffers and inputs become fake tensors on the CPU. They stand for
-tensors on the device for which memory is planned. Batch size and length are plain numbers. So
-Python code that reads sizes behaves as in a real call.
+The model is copied. Weights, buffers and inputs become fake tensors on the CPU. The fake tensors
+stand for tensors on the device for which memory is planned. Batch size and length are plain
+numbers. So Python code that reads sizes behaves as in a real call.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def constants_of(model: object) -> set[int]:
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
     """Return the report of a capture of some blocks as a report of the whole model.
 
-    Its records name the modules of all blocks."""
+    The report's records name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that a path in the shortened model (which has fewer

@@ -45,8 +45,8 @@ LOSSES = tuple(
 class Block:
     """A captured block of a model, such as a layer.
 
-    It is identified by the list of blocks that contains it, and by its index among the captured
-    blocks of this list."""
+    A block is identified by the list of blocks that contains the block, and by an index among the
+    captured blocks of this list."""
 
     stack: Stack
     place: int
@@ -182,7 +182,8 @@ def _expanded(parts: Parts) -> Parts:
 class _Replay:
     """Computes the memory during a step from the graphs of one capture.
 
-    It goes through the forward graphs, then through the backward graphs in reverse order."""
+    The replay goes through the forward graphs, then through the backward graphs in reverse
+    order."""
 
     captured: Capture
     scale: Scale

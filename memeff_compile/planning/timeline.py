@@ -6,8 +6,8 @@ This module uses a simplified form of Inductor's rules:
 
 - Views take no memory.
 - A pointwise value is computed inside the kernels that read it. The value gets a buffer if a matrix
-  product reads it or it is an output of the graph. It also gets one if several readers would
-  recompute a long chain of ops.
+  product reads it or it is an output of the graph. The value also gets a buffer if several readers
+  would recompute a long chain of ops.
 - Ops that read the same large buffer over the same elements are fused into one kernel, if no matrix
   product comes between them. So all results of this kernel exist at once.
 - Kernels run in graph order, each as early as its first node allows.

@@ -224,7 +224,8 @@ class Comparison:
     ) -> dict[str, list[int]]:
         """Run the original and the rewritten graph, and compare one group of their outputs.
 
-        They run in the model's dtypes and in float64. Return the names of all groups of outputs.
+        The graphs run in the model's dtypes and in float64. Return the names of all groups of
+        outputs.
         """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)

@@ -155,8 +155,8 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 class _Norms:
     """The norms over the elements in which the truth (the float64 result) is finite.
 
-    They are the norms of the rewritten graph's error, of the original graph's error and of the
-    truth.
+    ``error`` is the norm of the rewritten graph's error, ``own`` that of the original graph's
+    error, and ``size`` that of the truth.
     """
 
     error: float = 0.0

@@ -51,8 +51,8 @@ class FidelityReport(VerbReport):
         pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
             among those that attend to all tokens. The dictionary's ``layers`` are the numbers of
             the two layers. For ``keys`` and for ``values``, the dictionary describes the cosines
-            between the vectors of the same token in the two layers. It contains their mean, their
-            5th percentile, and a histogram with ``BINS`` bins from -1 to 1. Its ``aligned``
+            between the vectors of the same token in the two layers. The dictionary has their mean,
+            their 5th percentile, and a histogram with ``BINS`` bins from -1 to 1. Its ``aligned``
             contains the mean cosines of ``keys`` and of ``values`` after the two layers are
             aligned. Its ``has_window`` says whether one of the two layers has a sliding window
             (such layers stay exact and never merge). If ``each_pair`` was passed, its ``kl`` is the

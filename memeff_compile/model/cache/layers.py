@@ -341,8 +341,8 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
-        With copy_ instead, the prompt's keys and values of all layers would stay in memory at the
-        same time. That would raise the peak of the GPU's memory.
+        With copy_ instead, the prompt's keys and values of all layers would stay in memory
+        together. The peak of the GPU's memory would then be higher.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)

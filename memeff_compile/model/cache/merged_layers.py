@@ -10,8 +10,8 @@ exist. So the tokens wait in the lower layer:
   the upper layer merges the groups of tokens that are now complete.
 - Several appended tokens: the lower layer keeps them aside until the upper layer's tokens arrive.
 
-Other layers, with a sliding window, may run between the two layers of a pair. They are not part of
-this module.
+Other layers, with a sliding window, may run between the two layers of a pair. Such layers are not
+part of this module.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share. It includes those tokens of the lower layer
-    that wait until the upper layer gets the same tokens."""
+    """The state that the two layers of a pair share. The state includes those tokens of the lower
+    layer that wait until the upper layer gets the same tokens."""
 
     def __init__(
         self,
@@ -228,9 +228,9 @@ class MergedLayer(CodedLayer):
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write new tokens; in the upper layer, also merge each group of tokens that is complete.
-        The lower layer adds a single new token to its exact tokens. It keeps several new tokens
-        aside until the upper layer gets the same tokens. The upper layer writes its own new tokens
-        and those that the lower layer kept aside."""
+        The lower layer adds a single new token to its exact tokens. The lower layer keeps several
+        new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
+        new tokens and those that the lower layer kept aside."""
         if not self.is_upper:
             self._write_lower(key_states, value_states)
             return

@@ -20,7 +20,7 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 class ValuesPair(Pair):
     """The values that the two layers of a pair share.
 
-    It also has those tokens of the lower layer that wait until the upper layer gets the same
+    The pair also has those tokens of the lower layer that wait until the upper layer gets the same
     tokens.
     """
 
@@ -94,10 +94,10 @@ class ValuesLayer(MergedLayer):
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write new tokens; in the upper layer, also encode and merge each group that is complete.
 
-        The lower layer adds a single new token to its exact tokens. It keeps several new tokens
-        aside until the upper layer gets the same tokens. The upper layer writes its own new tokens
-        and those that the lower layer kept aside. For each complete group of tokens, it encodes the
-        keys and merges the values.
+        The lower layer adds a single new token to its exact tokens. The lower layer keeps several
+        new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
+        new tokens and those that the lower layer kept aside. For each complete group of tokens, it
+        encodes the keys and merges the values.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

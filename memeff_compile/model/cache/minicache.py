@@ -1,6 +1,6 @@
 """The settings for merging layers of a KV cache.
 
-They determine which layers share the directions of their keys and values, and how a shared
+The settings determine which layers share the directions of their keys and values, and how a shared
 direction is computed.
 
 Paper: MiniCache, arXiv 2405.14366.
@@ -46,7 +46,7 @@ class Measured(Protocol):
         """Return a dictionary for each pair of layers.
 
         The dictionary contains the numbers of the ``layers``, and the ``mean`` cosine between their
-        keys and between their values. Its entry ``aligned`` contains the mean cosines after the
+        keys and between their values. The entry ``aligned`` contains the mean cosines after the
         layers are aligned.
         """
 
@@ -75,10 +75,10 @@ class MiniCache:
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other;
             ``fidelity_report`` shows the cost.
-        align: ``heads`` takes three steps before the merge. It subtracts each layer's mean from its
-            keys and values, and pairs the heads of the two layers. Then it rotates the upper
-            layer's vectors towards the lower layer's. The rotations are fitted to the first tokens
-            that the cache gets. ``none`` merges without these three steps, as the paper does.
+        align: ``heads`` takes three steps before the merge. Each layer's mean is subtracted from
+            its keys and values. The heads of the two layers are paired. The upper layer's vectors
+            are rotated towards the lower layer's. The rotations are fitted to the first tokens that
+            the cache gets. ``none`` merges without these three steps, as the paper does.
         rule: how one direction is computed from two. ``slerp`` takes a point on the arc between
             them, and ``average`` their weighted mean. ``max_norm`` takes the direction of the
             longer vector.
@@ -101,10 +101,11 @@ class MiniCache:
             unmerged, except those of the first tokens, and ``gamma``, ``retained`` and ``reading``
             have no effect.
         fidelity: the result of ``fidelity_report`` for the model. Without this report, creating a
-            cache with merged layers shows a warning. It raises an error if other layers lie between
-            two layers whose keys would be merged. With this report, the cache raises an error for a
-            pair of layers whose mean cosine is below the threshold ``ALIKE``. The report's
-            rotations are used if the cache's first tokens are too few to fit rotations.
+            cache with merged layers shows a warning. Creating the cache raises an error if other
+            layers lie between two layers whose keys would be merged. With this report, the cache
+            raises an error for a pair of layers whose mean cosine is below the threshold ``ALIKE``.
+            The report's rotations are used if the cache's first tokens are too few to fit
+            rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 

@@ -57,10 +57,10 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 def may_be_late(loop: Mapping[str, Any]) -> bool:
     """Return whether one extra decoding step has no effect that the user can observe.
 
-    The local variables of generate() decide. If generation ends only at a given length, there is no
-    extra step. Otherwise, an extra step could have effects that the user sees. It may draw one more
-    random number. It calls logits processors and stopping criteria, which may have a state, once
-    more.
+    The answer depends on ``loop``, the local variables of generate(). If generation ends only at a
+    given length, there is no extra step. Otherwise, an extra step could have effects that the user
+    sees. An extra step may draw one more random number. An extra step also calls logits processors
+    and stopping criteria, which may have a state, once more.
     """
     names = ("stopping_criteria", "logits_processor", "generation_config", "synced_gpus")
     if not all(name in loop for name in names) or loop["synced_gpus"]:

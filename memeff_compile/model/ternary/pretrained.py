@@ -1,8 +1,9 @@
 """Save and load packed ternary models with transformers' save_pretrained and from_pretrained.
 
 config.json lists the packed linear layers, and from_pretrained creates these layers before it loads
-weights. transformers imports this module together with its own quantizers. Its model classes are
-imported later. So this module imports large modules only when a packed model is used.
+weights. transformers imports this module together with its own quantizers. The model classes of
+transformers are imported later. So this module imports large modules only when a packed model is
+used.
 """
 
 from __future__ import annotations

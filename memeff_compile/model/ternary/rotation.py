@@ -87,8 +87,9 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
 def rotation(size: int, seed: int = 0) -> Tensor:
     """Return an orthogonal fp64 matrix: random signs times a Kronecker product.
 
-    The product's first factor is a Hadamard matrix. Its size is the largest power of two that
-    divides ``size``. The second factor is a random rotation of the remaining size.
+    The product's first factor is a Hadamard matrix. The matrix has as many rows as the largest
+    power of two that divides ``size``. The second factor is a random rotation of the remaining
+    size.
     """
     draw = torch.Generator().manual_seed(seed)
     power = size & -size

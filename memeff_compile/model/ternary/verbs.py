@@ -383,8 +383,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     ``verb_report(model)`` lists the linear layers and their sizes in bytes.
 
     The full-precision weights are freed; packed weights take an eighth of the memory of bf16
-    weights. The function packs the linear layers that ``ternarize_`` makes. It also packs the
-    linear layers of transformers' BitNet models: ``AutoBitLinear``, online and offline, and the
+    weights. The function packs the linear layers that ``ternarize_`` makes. The function also packs
+    the linear layers of transformers' BitNet models: ``AutoBitLinear``, online and offline, and the
     packed ``BitLinear``. Some of these classes in transformers multiply the codes by their scale,
     others divide; a packed layer always divides. ``save_pretrained`` saves packed transformers
     models, and ``from_pretrained`` loads them in packed form after memeff_compile was imported. To

@@ -222,9 +222,9 @@ def compress_(
 
     The function compresses those bf16 weights that only ``nn.Linear`` modules use; with ``layers``,
     you can name more classes. With ``mantissa=7``, the default, this compression is lossless. If
-    the input has only a few tokens, the kernel of the matrix product decodes the weight itself. It
-    then adds up the products in another order than a dense matrix product does. Call this function
-    before you create an optimizer and before you compile the model.
+    the input has only a few tokens, the kernel of the matrix product decodes the weight itself. The
+    kernel then adds up the products in another order than a dense matrix product does. Call this
+    function before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.

@@ -2,9 +2,9 @@
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
 weights. A model's quality, however, depends on the error of the products of weights and inputs. So
-after this module has rounded a column of the weight, it changes the columns that are not rounded
-yet. These columns then compensate the rounding error. The changes are computed with the inverse of
-the inputs' Gram matrix, as in GPTQ (arXiv 2210.17323). Each number of the rounded weight has the
+after rounding a column of the weight, this module changes the columns that are not rounded yet.
+These columns then compensate the rounding error. The changes are computed with the inverse of the
+inputs' Gram matrix, as in GPTQ (arXiv 2210.17323). Each number of the rounded weight has the
 requested number of mantissa bits, so encoding the weight loses nothing more.
 """
 

@@ -576,8 +576,8 @@ class _Read:
 class _Factors:
     """The factors (softcap, tanh, scale) that are applied to the scores before the mask.
 
-    They are listed from the mask back to the product of queries and keys. The object does not
-    record the sign of each factor, only the sign of their product, because tanh is odd.
+    The factors are listed from the mask back to the product of queries and keys. The object does
+    not record the sign of each factor, only the sign of their product, because tanh is odd.
     """
 
     cap: float | None = None

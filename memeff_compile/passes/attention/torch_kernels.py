@@ -32,8 +32,8 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
     With grouped heads, keys and values have fewer heads than queries and are not repeated.
 
-    - On a CPU, PyTorch has one fused kernel. It supports grouped heads in every floating-point
-      dtype, and is then as fast as with repeated keys and values.
+    - On a CPU, PyTorch has one fused kernel. This kernel supports grouped heads in every
+      floating-point dtype, and is then as fast as with repeated keys and values.
     - On a GPU, the flash and cuDNN kernels support grouped heads in 16 bits. Head sizes must be
       equal, a multiple of 8 and at most 256. The memory-efficient kernel does not support grouped
       heads, and the unfused kernel is slow.

@@ -39,7 +39,7 @@ def named(words: str) -> frozenset[Any]:
 class _Previous:
     """A placeholder in the arguments of an ATen call for the result of the call before.
 
-    It is used if a node is read as several ATen calls.
+    The placeholder is used if a node is read as several ATen calls.
     """
 
     def __repr__(self) -> str:

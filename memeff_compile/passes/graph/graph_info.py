@@ -346,7 +346,7 @@ class GraphInfo:
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
         """Return three facts about the memory to which the graph writes.
 
-        They are the storages, whether some memory may be unknown, and the dtypes of the user's
+        The facts are the storages, whether some memory may be unknown, and the dtypes of the user's
         tensors among the targets.
         """
         targets = {target for write in self.writes for target in write.targets}

@@ -108,8 +108,8 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
     """Return the first node of each layer, and the first node after each stack of layers.
 
-    Each of these nodes is a key. Its value is the list of nodes that ``_give_residual`` makes the
-    partition before it return. The key None stands for the end of the graph.
+    Each of these nodes is a key. The value of the key is a list of nodes. ``_give_residual`` makes
+    the partition before the key return these nodes. The key None stands for the end of the graph.
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
     In that partition, the compiler fuses the normalization with the addition of the previous

@@ -2,9 +2,9 @@
 
 Also insert the few ATen nodes that compute each loss from the call's results.
 
-Losses and other results of the logits (tails) may share one call of the fused op. They need equal
-rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label smoothing and
-casts remain ATen nodes over N numbers, which the inner compiler fuses.
+Losses and other results of the logits (tails) may share one call of the fused op. These tails must
+have equal rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label
+smoothing and casts remain ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -305,7 +305,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 class GroupEmitter:
     """Inserts the fused op's call for one group of tails (losses and other results of the logits).
 
-    It also inserts the few ATen nodes that compute each tail from the op's results per row."""
+    The emitter also inserts the few ATen nodes that compute each tail from the op's results per
+    row."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group

@@ -177,7 +177,7 @@ class Chain:
     def is_of(self, other: Chain) -> bool:
         """Return whether the other chain's logits contain all rows of this chain's logits.
 
-        A chain is an output projection with the steps after it. Both chains must have the same
+        A chain is an output projection with the steps after it. The two chains must have the same
         output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
