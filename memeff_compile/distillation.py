@@ -65,8 +65,8 @@ def linear_divergence(
                         beta = 0 it is forward_kl, with beta = 1 reverse_kl, as in TRL
         cross_entropy   -sum(q log p), with the gradient of forward_kl
 
-    The student gets gradients, the teacher does not. The loss is not multiplied by temperature**2;
-    if your recipe needs this factor, multiply the result.
+    The student gets gradients, the teacher does not. The loss is not multiplied by temperature**2.
+    If your recipe needs this factor, multiply the result.
 
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.

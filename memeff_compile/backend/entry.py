@@ -171,11 +171,11 @@ def compile(
     """Compile with ``backend="memeff"``, and check the options immediately instead of at the first
     call.
 
-    A module is compiled in place and returned, as ``module.compile()`` does; ``undo(model)`` undoes
+    A module is compiled in place and returned, as ``module.compile()`` does. ``undo(model)`` undoes
     the compilation. ``torch.compile`` reads a backend's options only at the first call, and refuses
-    ``mode`` together with ``options``; this function checks both immediately and accepts both. If
-    an activation checkpoint surrounds FSDP2's hooks, so that Dynamo leaves layers out of every
-    graph, this function compiles these layers one by one.
+    ``mode`` together with ``options``. This function checks the two immediately and accepts them
+    together. If an activation checkpoint surrounds FSDP2's hooks, Dynamo leaves layers out of every
+    graph. This function compiles such layers one by one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -188,9 +188,9 @@ def compile(
             mapping of its settings, or "static" for an uncompressed cache. Every later
             ``generate()`` then uses such a cache, as after ``use_kv_cache_``.
         **settings: Options of memeff as keywords: ``logits="eager"`` sets ``memeff.logits``.
-            ``weights="win4"`` calls ``compress_(model, "win4")`` before the compilation; any codec
-            of ``compress_`` can be passed, and ``compression_report(model)`` returns the report.
-            ``ternary="a4.8"`` calls ``ternarize_(model, "a4.8")`` before the compilation; any
+            ``weights="win4"`` calls ``compress_(model, "win4")`` before the compilation. Any codec
+            of ``compress_`` can be passed. ``compression_report(model)`` returns the report.
+            ``ternary="a4.8"`` calls ``ternarize_(model, "a4.8")`` before the compilation. Any
             recipe of ``ternarize_`` can be passed.
 
     Returns:

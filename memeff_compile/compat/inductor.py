@@ -300,7 +300,7 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
 def record_artifact(name: str, content: Mapping[str, Any]) -> None:
     """Add an object to the artifacts that ``torch.compiler.save_cache_artifacts`` saves.
 
-    JSON must be able to contain the object. The artifact has one of Inductor's artifact types, so
+    The object must be serialisable as JSON. The artifact has one of Inductor's artifact types, so
     that PyTorch can load it in a process that has not imported this package. For an unknown type,
     PyTorch would load no artifact at all.
     """

@@ -35,7 +35,7 @@ class MemeffCallback(Callback):  # type: ignore[misc]
 
     Args:
         *children: Names of the children to compile, such as "model" or "generator.body"; by default
-        all direct children with parameters.
+            all direct children with parameters.
         mode: An Inductor mode, such as "reduce-overhead".
         options: As in ``torch.compile(options=...)``, or an ``Options``.
         dynamic: As in ``torch.compile``.

@@ -56,7 +56,7 @@ def explain(
     """Report how the backend would rewrite a call of ``model``, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
-    included; the function copies the model and does not change it. If gradients are enabled, the
+    included. The function copies the model and does not change it. If gradients are enabled, the
     plan is for training.
 
     Args:

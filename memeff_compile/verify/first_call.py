@@ -52,7 +52,7 @@ def verified(
 ) -> Compiled:
     """Return a callable that compares the original and the rewritten graph in its first call.
 
-    In every call, it runs one of the two graphs."""
+    In every call, the callable runs one of the two graphs."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain

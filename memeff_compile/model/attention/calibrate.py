@@ -157,8 +157,8 @@ def calibrate_attention(
     by: str | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention module of a model at each level (low-bit format); choose the first good
-    one.
+    """Score each attention module of a model at each level (low-bit format). Choose the first level
+    that is good enough.
 
     A score is the cosine similarity of a level's result and the exact result, multiplied by (1 -
     their relative L1 distance). The lowest score over all inputs counts. The name of an attention
@@ -167,7 +167,7 @@ def calibrate_attention(
     in the steps of a diffusion model. Each of these calls gets a separate score and level.
 
     Args:
-        model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
+        model: The model to calibrate. It runs eagerly, without gradients, and is not changed.
         inputs: The inputs of each run: a mapping of keyword arguments, a tuple or list of
             arguments, or a single argument. A single mapping or tensor is one run. A run must not
             change its inputs, so pass no KV cache.
@@ -179,7 +179,7 @@ def calibrate_attention(
         levels: The levels to choose from, in this order. By default ``8b`` (INT8 scores) and
             ``8b+f16`` (INT8 scores, fp16 attention weights and values). If no level reaches the
             score, ``exact`` is chosen. With ``share``, there must be two levels, by default ``4b``
-            (4-bit scores) and ``8b``; the second may be ``exact``.
+            (4-bit scores) and ``8b``. The second may be ``exact``.
         by: How ``share`` measures harm. "output": for each call and input, the model runs twice
             more, with only this call at the first and at the second level. The harm is the
             difference between the two changes of the model's output, as the mean over inputs. A
@@ -193,8 +193,8 @@ def calibrate_attention(
             output.
 
     Returns:
-        The level of each attention module, as a value for the option ``memeff.attention``; it can
-            be printed and stored as JSON.
+        The level of each attention module, as a value for the option ``memeff.attention``. The
+            result can be printed and stored as JSON.
 
     Raises:
         CalibrationError: There are no inputs, the model called no attention, or an argument is not

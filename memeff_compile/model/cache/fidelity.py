@@ -44,7 +44,7 @@ _KINDS = ("keys", "values")
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """The result of ``fidelity_report``; it can be printed and stored as JSON.
+    """The result of ``fidelity_report``, which can be printed and stored as JSON.
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
@@ -213,7 +213,7 @@ def fidelity_report(
     exact cache.
 
     Args:
-        model: a causal language model of transformers; it runs eagerly, without gradients, in eval
+        model: a causal language model of transformers. It runs eagerly, without gradients, in eval
             mode, and its mode is restored afterwards.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
             padded on the left, ``attention_mask``; or a list of these. Use long inputs, because the

@@ -122,7 +122,7 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 class MergedLayer(CodedLayer):
     """One of two layers that store common directions (unit vectors) of older tokens' keys and
-    values. The lengths of the vectors are stored in each layer."""
+    values. Each layer stores separate lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")

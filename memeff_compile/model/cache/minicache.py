@@ -63,7 +63,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """The settings with which a ``KVCache`` merges pairs of layers; ``fidelity_report`` measures
+    """The settings with which a ``KVCache`` merges pairs of layers. ``fidelity_report`` measures
     how much accuracy the merge costs.
 
     Two layers form a pair if they are consecutive among the layers that attend to all tokens.
@@ -73,7 +73,7 @@ class MiniCache:
         start_layer: layers before this one are not merged; by default, this is the middle layer.
             The first pair starts at the first layer, from this one on, that attends to all tokens.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
-            are merged. Merging the last layer may cost more accuracy than any other;
+            are merged. Merging the last layer may cost more accuracy than any other.
             ``fidelity_report`` shows the cost.
         align: ``heads`` takes three steps before the merge. Each layer's mean is subtracted from
             its keys and values. The heads of the two layers are paired. The upper layer's vectors
@@ -95,7 +95,7 @@ class MiniCache:
         reading: which tokens stay unmerged. With ``distinct``, these are the tokens that differ
             most between the layers. With ``similar``, another interpretation of the paper's
             inequality, these are the tokens that differ least.
-        scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
+        scale: the length that a merged vector gets. ``norm`` restores the vector's original length.
             ``projection`` uses the length with the smallest error.
         values_only: merge only values. Each layer then stores codes of its own keys. No values stay
             unmerged, except those of the first tokens, and ``gamma``, ``retained`` and ``reading``

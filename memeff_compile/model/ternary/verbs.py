@@ -103,7 +103,7 @@ def ternarize_(
             patterns match a path, the first pattern counts.
         skip: Patterns for paths of modules that stay dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
-            the model's config; you must train the model afterwards. None leaves activation
+            the model's config. You must train the model afterwards. None leaves activation
             functions unchanged, and the report names the activation functions for which the paper's
             recipe was not designed.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
@@ -382,11 +382,11 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     ``verb_report(model)`` lists the linear layers and their sizes in bytes.
 
-    The full-precision weights are freed; packed weights take an eighth of the memory of bf16
+    The full-precision weights are freed. Packed weights take an eighth of the memory of bf16
     weights. The function packs the linear layers that ``ternarize_`` makes. The function also packs
     the linear layers of transformers' BitNet models: ``AutoBitLinear``, online and offline, and the
     packed ``BitLinear``. Some of these classes in transformers multiply the codes by their scale,
-    others divide; a packed layer always divides. ``save_pretrained`` saves packed transformers
+    others divide. A packed layer always divides. ``save_pretrained`` saves packed transformers
     models, and ``from_pretrained`` loads them in packed form after memeff_compile was imported. To
     load a state dict, create the model, call ``ternarize_`` and ``pack_ternary_`` on it, and then
     load.

@@ -220,7 +220,7 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    The function compresses those bf16 weights that only ``nn.Linear`` modules use; with ``layers``,
+    The function compresses those bf16 weights that only ``nn.Linear`` modules use. With ``layers``,
     you can name more classes. With ``mantissa=7``, the default, this compression is lossless. If
     the input has only a few tokens, the kernel of the matrix product decodes the weight itself. The
     kernel then adds up the products in another order than a dense matrix product does. Call this
@@ -234,8 +234,8 @@ def compress_(
             are lossy and only for inference: the weights then no longer require gradients.
         block: for lossy compression, the number of weights that share a normaliser: 32, 64, 128,
             256 or 512. Weights are divided by their normaliser before they are rounded.
-        skip: names of modules that stay dense, with everything inside them; a name matches the
-            last components of a path, and ``*`` and ``?`` match as in file names.
+        skip: names of modules that stay dense, with everything inside them. A name matches the last
+            components of a path, and ``*`` and ``?`` match as in file names.
         min_size: a weight with fewer elements stays dense.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output

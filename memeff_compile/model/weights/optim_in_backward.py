@@ -550,18 +550,18 @@ def optim_in_backward(
     """Update every trainable weight during the backward pass, as soon as its gradient exists.
 
     After ``loss.backward()``, all weights are updated and all gradients are freed. Global-norm
-    clipping is therefore impossible: ``clip_grad_norm_`` would see no gradients; instead,
+    clipping is therefore impossible, because ``clip_grad_norm_`` would see no gradients. Instead,
     ``max_norm`` clips the gradient of each parameter by its own norm.
 
     Args:
-        model: a model with compressed or dense weights, or both; FSDP2 may shard dense weights; DDP
+        model: a model with compressed or dense weights, or both. FSDP2 may shard dense weights. DDP
             is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter. If a backward pass
             computes no gradient for a parameter, the parameter's update comes correspondingly
             later. If ``accumulate`` is more than one, dense gradients stay in memory until the
             update, as in usual training.
-        max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger
+        max_norm: the largest allowed norm of each parameter's gradient. A gradient with a larger
             norm is scaled down.
         settings: arguments of the optimizer class, such as ``lr``.
 

@@ -8,7 +8,7 @@ products:
 - keys may have no axis of heads.
 
 scaled_dot_product_attention and memeff::attention need the axes batch, heads, length and depth. The
-views are inserted only when the attention is rewritten; before that, only their shapes are stored.
+views are inserted only when the attention is rewritten. Before that, only their shapes are stored.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return a Decline for returned logits whose weight is computed from another graph input.
+    """Return a Decline for returned logits whose output projection has a computed weight.
 
-    The input is neither a parameter nor a buffer.
+    The weight is computed from a graph input that is neither a parameter nor a buffer.
     """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
