@@ -299,8 +299,8 @@ class _Run:
     ) -> str | None:
         """Add the harm of the first level, compared with the second, to ``changes`` for each call.
 
-        Two runs change the model's output, with only this call at the first and at the second level
-        of ``pair``. The harm is the difference between the two changes.
+        In two runs, only this call is at the first or at the second level of ``pair``. The harm is
+        how much more the model's output changes in the first run.
 
         Return a sentence if the output cannot be compared, otherwise None. With ``are_single``, the
         output cannot be compared if an attention was called more than once.

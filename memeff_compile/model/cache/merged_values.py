@@ -18,11 +18,8 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 
 
 class ValuesPair(Pair):
-    """The values that the two layers of a pair share.
-
-    The pair also has those tokens of the lower layer that wait until the upper layer gets the same
-    tokens.
-    """
+    """The values that the two layers of a pair share. The pair also has those tokens of the lower
+    layer that wait until the upper layer gets the same tokens."""
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the shared tensors, once they exist, and the tensors (maps) that align the two
@@ -43,7 +40,8 @@ class ValuesPair(Pair):
     def clear(self, starts: Tensor) -> None:
         """Remove all tokens, and reset the tensors that align the layers.
 
-        If there is a fidelity report, they become the report's tensors, otherwise the identity.
+        The rotations and heads become those of the fidelity report, if there is one, otherwise the
+        identity.
         """
         self.parked = None
         maps = self.maps()
@@ -96,8 +94,8 @@ class ValuesLayer(MergedLayer):
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
-        new tokens and those that the lower layer kept aside. For each complete group of tokens, it
-        encodes the keys and merges the values.
+        new tokens and those that the lower layer kept aside. For each complete group of tokens, the
+        upper layer encodes the keys and merges the values.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

@@ -344,10 +344,10 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Return three facts about the memory to which the graph writes.
+        """Return three facts about the writes of the graph.
 
-        The facts are the storages, whether some memory may be unknown, and the dtypes of the user's
-        tensors among the targets.
+        The facts are the storages, whether the graph may write to unknown memory, and the dtypes of
+        the user's tensors that the graph changes.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
