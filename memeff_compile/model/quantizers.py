@@ -25,6 +25,7 @@ _modules: list[str] = []  # modules that add to the table
 
 class _BesideQuantizers(MetaPathFinder):
     """An import finder that adds this package's quantizers to transformers' table of quantizers.
+
     Right after Python has imported the table, the finder imports the modules of this package that
     add entries to it."""
 

@@ -157,9 +157,9 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the number of bits of a cache's codes.
+    """Return the number of bits of a cache's codes, even if Dynamo made this number a symbol.
 
-    Dynamo makes this number a symbol if two caches have different numbers of bits.
+    The number is a symbol if two caches have different numbers of bits.
     """
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)

@@ -17,8 +17,8 @@ values, become a single op. This op launches only one kernel if the input is one
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
 If another operation (such as an embedding or an explicit matrix product) reads a compressed weight,
-the weight is decoded before the operation. The result is correct but takes memory, and the report
-names the operation.
+the weight is decoded before the operation. The result is correct, but the decoded weight takes
+memory. The report names the operation.
 """
 
 from __future__ import annotations

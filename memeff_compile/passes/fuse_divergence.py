@@ -14,10 +14,10 @@ The op builds no N x V logits.
 A match of the first kind (first example) computes one number per row (token). The number compares
 the softmax of a student's output projection with a teacher's softmax. The teacher's logits come
 from another output projection of this graph, or exist already as a tensor.
-``losses/divergences.py`` recognises the different ways to write such a divergence. The rest of the
-graph may only mask, scale and sum a divergence's numbers per row. If so, the fused op returns the
-sum and its gradients. The op then needs four matrix products in all. Otherwise the backward pass
-computes the logits again.
+``losses/divergences.py`` recognises the different ways to write such a divergence. If the rest of
+the graph only masks, scales and sums a divergence's numbers, the fused op returns the sum and its
+gradients. The op then needs four matrix products in all. Otherwise the backward pass computes the
+logits again.
 
 A match of the second kind (second example) reads the log-probabilities of k classes per row
 (``losses/classes.py``). A teacher often provides only its k most likely classes. The rest of such a
@@ -125,8 +125,8 @@ class FuseDivergence(GraphPass):
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
         """Return the bytes of logits before and after the rewrite.
 
-        Before it, these are the student's and the teacher's logits. After it, these are the blocks
-        of logits that the fused op computes one at a time.
+        Before the rewrite, these are the student's and the teacher's logits. After the rewrite,
+        these are the blocks of logits that the fused op computes one at a time.
         """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them

@@ -8,8 +8,8 @@ The option memeff.recompute determines which results the checkpoints may save.
 
 The pass changes neither results nor nodes: it gives the checkpoint a policy, like the argument
 ``context_fn`` of ``torch.utils.checkpoint``. The checkpoint then saves results of fused attention
-(with their log-sum-exps) and of linear layers. Everything else is recomputed as before. The
-backward pass may read a linear layer's result only after further linear steps, such as the rotary
+(with their log-sum-exps) and of linear layers. Everything else is recomputed as before. At times
+the backward pass reads a linear layer's result only after further linear steps, such as the rotary
 embedding of queries and keys. The checkpoint then saves the result of these steps instead. That
 result has the same size, and saving it spares the backward pass more work.
 

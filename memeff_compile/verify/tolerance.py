@@ -76,7 +76,7 @@ class Gap:
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
     """Return the allowed error (slack) for a graph's coarsest floating-point dtype.
 
-    If matrix products compute in TF32 or bf16, return the slack for that format, if it is larger.
+    If matrix products compute in TF32 or bf16, return at least the slack of float16.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:

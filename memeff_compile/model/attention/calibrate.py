@@ -157,14 +157,14 @@ def calibrate_attention(
     by: str | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention module of a model at each level (low-bit format). Choose the first level
-    that is good enough.
+    """Score each attention module of a model at each level (low-bit format).
 
-    A score is the cosine similarity of a level's result and the exact result, multiplied by (1 -
-    their relative L1 distance). The lowest score over all inputs counts. The name of an attention
-    is the path of the module that calls it. The second attention in one call of the module has
-    ``#1`` appended to that name, and so on. A module may be called several times for one input, as
-    in the steps of a diffusion model. Each of these calls gets a separate score and level.
+    The function chooses the first level that is good enough. A score is the cosine similarity of a
+    level's result and the exact result, multiplied by (1 - their relative L1 distance). The lowest
+    score over all inputs counts. The name of an attention is the path of the module that calls it.
+    The second attention in one call of the module has ``#1`` appended to that name, and so on. A
+    module may be called several times for one input, as in the steps of a diffusion model. Each of
+    these calls gets a separate score and level.
 
     Args:
         model: The model to calibrate. It runs eagerly, without gradients, and is not changed.
@@ -185,9 +185,9 @@ def calibrate_attention(
             difference between the two changes of the model's output, as the mean over inputs. A
             change is the KL divergence if the output has ``logits``, otherwise the relative squared
             error of the largest output tensor. "attention": a call with a lower worst score at the
-            first level does more harm, as in SageAttention2. By default "output" if each attention
-            is called once per input, and the output has a floating-point tensor that a second run
-            repeats. Otherwise "attention".
+            first level does more harm, as in SageAttention2. The default is "output" if each
+            attention is called once per input and a second run returns the same floating-point
+            output. Otherwise the default is "attention".
         run: A function that runs the model on one input, if ``model(input)`` does not; for example
             a whole sampling loop. With ``by="output"``, this function must return the model's
             output.
@@ -297,10 +297,10 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Add the harm of the first level, compared with the second, to ``changes`` for each call.
+        """Add the harm of the first level of ``pair`` to ``changes``, for each call in ``places``.
 
-        In two runs, only this call is at the first or at the second level of ``pair``. The harm is
-        how much more the model's output changes in the first run.
+        The model runs with only this call at the first level, and with only this call at the second
+        level. The harm is how much more the model's output changes at the first level.
 
         Return a sentence if the output cannot be compared, otherwise None. With ``are_single``, the
         output cannot be compared if an attention was called more than once.

@@ -69,10 +69,10 @@ class FidelityReport(VerbReport):
             model's dtype (``before``), and the ``ratio`` ``before`` / ``bytes``.
         merged: ``KVCache.merged`` for the last input.
         codes: if the measured cache merges layers: the ``bits``, ``kl`` and ``ratio`` of other
-            caches, for comparison. Four of these caches do not merge layers. One has as many bits
-            as the measured cache, one has 3, and one has 2. The fourth has 3 bits for keys and 2
-            for values (its entry has ``value_bits``). The fifth has 3 bits for keys and 2 for
-            values too, and merges the values of all layers (its entry has ``values_merged``).
+            caches, for comparison. All but the last do not merge layers. One has as many bits as
+            the measured cache, one has 3, and one has 2 (equal caches appear once). Another has 3
+            bits for keys and 2 for values (its entry has ``value_bits``). The last also has these
+            bits, and merges the values of all layers (its entry has ``values_merged``).
         maps: for each pair in ``pairs``, the maps that align the upper layer with the lower one,
             fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
             keys and of values. The second has the matching head of the lower layer for each head of

@@ -153,7 +153,7 @@ class KVCache(Cache):
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers.
 
-        Merged layers share directions of older tokens' keys and values. This property makes the CPU
+        Merged layers share directions of older tokens' keys and values. The call makes the CPU
         wait for the device, because the numbers in the dictionaries are stored on the device.
 
         Each dictionary has these keys:
@@ -162,8 +162,8 @@ class KVCache(Cache):
         - ``merged``: the number of merged tokens;
         - ``kept``: the mean number of tokens per sequence and head that stayed unmerged, not
           counting the exact first tokens;
-        - ``left_over``: the mean number of tokens per sequence and head that should have stayed
-          unmerged but did not fit into the memory.
+        - ``left_over``: the mean number of tokens per sequence and head that did not fit into the
+          memory for unmerged tokens.
         """
         found = []
         for layer in self.layers:

@@ -138,8 +138,8 @@ class InPlace(CacheLayerMixin):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, before any token is written.
 
-        If the CPU knows how many tokens the cache already contains, this method also checks whether
-        the new tokens fit. On a GPU and in a compiled graph, the CPU does not know this number.
+        The new tokens alone must fit into an empty layer, unless it has a sliding window. Their
+        sizes (except the number of tokens), dtype and device must be those of the stored tokens.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -244,8 +244,11 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error for tokens that do not match the cache, or that do not fit after the
-        existing tokens."""
+        """Raise an error for tokens that do not match the cache, or do not fit after its tokens.
+
+        On a GPU and in a compiled graph, the CPU does not know how many tokens the cache contains.
+        The method then does not check whether the new tokens fit after them.
+        """
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return

@@ -29,8 +29,9 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share. The state includes those tokens of the lower
-    layer that wait until the upper layer gets the same tokens."""
+    """The state that the two layers of a pair share.
+
+    The state includes those tokens of the lower layer that wait until the upper layer gets them."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Pair:
     def torn(self) -> str:
         """Return the error message for an interrupted forward pass.
 
-        After it, the lower layer has tokens that the upper layer never got.
+        After such a pass, the lower layer has tokens that the upper layer never got.
         """
         lower, upper = self.numbers
         return (
@@ -121,8 +122,9 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two layers that store common directions (unit vectors) of older tokens' keys and
-    values. Each layer stores separate lengths."""
+    """One of two layers that store common directions of older tokens' keys and values.
+
+    The directions are unit vectors. Each layer stores separate lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -228,6 +230,7 @@ class MergedLayer(CodedLayer):
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write new tokens; in the upper layer, also merge each group of tokens that is complete.
+
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
         new tokens and those that the lower layer kept aside."""
@@ -248,6 +251,7 @@ class MergedLayer(CodedLayer):
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
         """Add a single new token to the lower layer's exact tokens, or keep several tokens aside.
+
         Tokens stay aside until the upper layer gets the same tokens."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states

@@ -18,8 +18,9 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 
 
 class ValuesPair(Pair):
-    """The values that the two layers of a pair share. The pair also has those tokens of the lower
-    layer that wait until the upper layer gets the same tokens."""
+    """The values that the two layers of a pair share.
+
+    The pair also has those tokens of the lower layer that wait until the upper layer gets them."""
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the shared tensors, once they exist, and the tensors (maps) that align the two
@@ -38,10 +39,10 @@ class ValuesPair(Pair):
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens, and reset the tensors that align the layers.
+        """Remove the tokens that wait for the upper layer, and reset the tensors that align layers.
 
         The rotations and heads become those of the fidelity report, if there is one, otherwise the
-        identity.
+        identity. The means become zero.
         """
         self.parked = None
         maps = self.maps()

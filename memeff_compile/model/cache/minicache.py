@@ -63,11 +63,11 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """The settings with which a ``KVCache`` merges pairs of layers. ``fidelity_report`` measures
-    how much accuracy the merge costs.
+    """The settings with which a ``KVCache`` merges pairs of layers.
 
-    Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    A layer with a sliding window that lies between the two layers stays exact.
+    ``fidelity_report`` measures how much accuracy the merge costs. Two layers form a pair if they
+    are consecutive among the layers that attend to all tokens. A layer with a sliding window that
+    lies between the two layers stays exact.
 
     Args:
         start_layer: layers before this one are not merged; by default, this is the middle layer.

@@ -24,12 +24,12 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 class TernaryStages:
-    """The two training stages of BitNet a4.8. In the first stage, most of the training, linear
-    layers quantise their inputs to 8 bits. In the second, the recipe "a4.8" applies.
+    """The two training stages of BitNet a4.8.
 
-    The optimizer state remains valid, because the parameters remain the same objects. The switch to
-    the second stage changes an attribute of each linear layer, so a compiled model is compiled once
-    more.
+    In the first stage, which is most of the training, linear layers quantise their inputs to 8
+    bits. In the second stage, the recipe ``second`` applies, by default "a4.8". The optimizer state
+    remains valid, because the parameters remain the same objects. The switch to the second stage
+    changes an attribute of each linear layer, so a compiled model is compiled once more.
 
     Args:
         model: A model that ``ternarize_`` can change, or has already changed.

@@ -45,7 +45,7 @@ class Axis:
 class Read:
     """The element of a graph node's tensor at an index; an unknown in formulas.
 
-    Two reads of the same element with different ``moment`` may have different values. The graph
+    Two reads of the same element with different ``moment`` may have different values: the graph
     writes to the tensor's memory between the two moments.
     """
 
@@ -327,9 +327,9 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 def allowed_by(scalar: Scalar) -> Formula | None:
     """Return the formula that holds for the keys that a mask makes visible.
 
-    A boolean mask is true for visible keys, a floating-point mask adds zero to their scores. A
+    A boolean mask is true for visible keys, and a floating-point mask adds zero to their scores. A
     floating-point mask must add ``MASKED`` (-65504) or a lower number to the score of every other
-    key. If the mask adds other numbers to these scores, as a bias does, return None.
+    key. Return None if the mask adds other or unknown numbers to scores, as a bias does.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):

@@ -79,7 +79,7 @@ class Form:
         """Return whether the arguments of memeff::attention can express the mask.
 
         The mask may have bounds on positions, one table of visible keys (one flag per key), and one
-        comparison of ids, but nothing else.
+        comparison of ids, but nothing else. Conditions on the query count as a comparison of ids.
         """
         return (
             not (self.positions or self.shifted or self.rest)
@@ -162,8 +162,9 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a condition is a bound that an element of a tensor gives. The condition bounds
-    the key's index, or the key's distance from the query."""
+    """Return whether a condition is a bound that an element of a tensor gives.
+
+    The condition bounds the key's index, or the key's distance from the query."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:

@@ -16,9 +16,9 @@ A softcap is an argument too. The pass uses these arguments only if every query 
 keys as with the mask. If the mask may hide all keys from a query, memeff::attention must return the
 original graph's result for this query. If that is not possible, the pass declines.
 
-The arguments cannot describe every mask, for example a graph input or a mask that adds numbers. The
-op's kernel then reads the mask itself at run time, tile by tile. A kernel determines, once for all
-layers, which tiles of the mask hide all keys.
+The arguments cannot describe some masks, for example a graph input or a mask that adds numbers. For
+such a mask, the op's kernel reads the mask itself at run time, tile by tile. A kernel determines,
+once for all layers, which tiles of the mask hide all keys.
 """
 
 from __future__ import annotations
@@ -255,9 +255,10 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return the given node with its graph, and the nodes outside of checkpoints that it stands
-    for. If the node is an input of a checkpoint's body, the surrounding graph passes another node
-    for it. That node is the next entry, and so on outwards."""
+    """Return the given node with its graph, and the outer nodes for which it stands.
+
+    If the node is an input of a checkpoint's body, the surrounding graph passes another node for
+    it. That node is the next entry, and so on outwards."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)

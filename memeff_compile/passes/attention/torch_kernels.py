@@ -118,7 +118,8 @@ def kernels_chosen(
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
     """Copy the new result into the memory layout of the old one, if a later node may depend on it.
 
-    Return the new result unchanged if the layouts are equal."""
+    Return the new result unchanged if the layouts are equal or no later node depends on the layout.
+    """
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new

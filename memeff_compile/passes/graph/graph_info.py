@@ -346,8 +346,8 @@ class GraphInfo:
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
         """Return three facts about the writes of the graph.
 
-        The facts are the storages, whether the graph may write to unknown memory, and the dtypes of
-        the user's tensors that the graph changes.
+        The facts are the written storages, whether the graph may write to unknown memory, and the
+        dtypes of the user's tensors that the graph writes.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory

@@ -75,8 +75,10 @@ class ModuleNames:
         yield written
 
     def _roots(self, path: str) -> Iterator[nn.Module]:
-        """Yield the modules that may contain a given module. These are the compiled module, the
-        module whose forward runs around the given one, and the first module on Dynamo's path."""
+        """Yield the modules that may contain a given module.
+
+        These are the compiled module, the module whose forward runs around the given one, and the
+        first module on Dynamo's path."""
         if self._running is None:
             self._running = compat.running_modules()
         yield from self._running

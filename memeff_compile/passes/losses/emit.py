@@ -52,8 +52,11 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
     The tails of a group have:
 
-    - the same rows, the same targets, and the same scale, softcap and bias;
+    - the same scale, softcap and bias, and the same targets if they have targets;
+    - the same rows, but a tail without targets may use only some of the group's rows;
     - inputs that are all computed before the group's first tail, or can be computed again there.
+
+    Groups without targets that use different ranges of the rows may become one group.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -424,7 +427,7 @@ class GroupEmitter:
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
         """Multiply a node by factors.
 
-        A dtype of 16 bits is computed in fp32, so that the gradient of a factor is summed in fp32.
+        For a dtype of 16 bits, compute in fp32, so that the gradient of a factor is summed in fp32.
         """
         e, dtype = self.editor, self.info.value(node).dtype
         node = e.cast(node, wide(dtype))

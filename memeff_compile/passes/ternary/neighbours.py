@@ -159,11 +159,11 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activation functions and the product after two linear layers (gate and up), or
-    None.
+    """Return the activation functions after two linear layers (gate and up) whose results are
+    multiplied.
 
-    The activation functions are applied to the results of the two layers, and the product
-    multiplies them. No other node may read the results of the linear layers.
+    The list does not contain the multiplication. Return None if the graph has another form, or if
+    another node reads the results of the linear layers or of the activation functions.
     """
     if len(results) != 2:
         return None
