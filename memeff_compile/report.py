@@ -598,10 +598,12 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return suggestions for the user, in order of importance.
+        """Return suggestions for the user.
 
-        Errors of passes come first, then losses that were not fused, then the declined match that
-        would save the most memory."""
+        The first suggestion is the hint of one record. An error of a pass takes precedence over a
+        loss that was not fused. This loss takes precedence over the declined match that would save
+        the most memory. Advice on reads of deferred logits follows.
+        """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
         losses = self._unfused()

@@ -10,7 +10,7 @@ graph counts as a decoding step if all of these hold:
 
 If you set a mode of torch.compile, Inductor decides which graphs are recorded as CUDA graphs. If
 that mode uses CUDA graphs, this module tells Inductor which inputs keep their address. This module
-also tells Inductor which graphs have outputs that are still in use after the graph's next call.
+also turns recording off for a graph that creates a cache and returns it.
 """
 
 from __future__ import annotations
@@ -100,11 +100,10 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """If the user turned on Inductor's CUDA graphs, tell Inductor two facts that Inductor cannot
-    see.
+    """Prepare a graph for Inductor's CUDA graphs, or turn recording off for this graph.
 
-    The facts are which inputs keep their address, and which outputs are still in use after the
-    graph's next call.
+    The inputs to which the graph writes are marked as inputs that keep their address. A graph that
+    returns a new cache is not recorded, because the next replay would overwrite the cache.
     """
     made = step.made_inside()
     if made is not None:
@@ -163,8 +162,10 @@ class _Step:
         return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
-        """Return the node of a tensor that the graph creates, writes to and returns, otherwise
-        None. A graph does so with a new cache."""
+        """Return the node of a tensor that the graph creates, writes to and returns, or None.
+
+        Such a tensor is a new cache, for example.
+        """
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
         found = (node for node, value in self._returned() if compat.storage_keys(value) & made)
@@ -224,8 +225,8 @@ class _Step:
     def roles(self) -> Roles:
         """Return the role of each argument of the decoding step in a replay of its CUDA graph.
 
-        A role is a tensor with a fixed address, a tensor that is copied before the replay, or a
-        Python number.
+        An argument is a tensor with a fixed address, a tensor that is copied before the replay, or
+        a Python number.
         """
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]

@@ -9,7 +9,8 @@ Several calls with the same addresses, sizes and numbers run as follows:
 
 - the first call runs the compiled step;
 - the second call runs the step on static buffers, and so loads every kernel;
-- the third call records the step as a CUDA graph, and replays it, as all later calls do.
+- the third call records the step as a CUDA graph;
+- the third call and all later calls replay this graph.
 
 After a step has run on static buffers, a call with other addresses is recorded immediately, if
 earlier recordings were replayed often enough.

@@ -3,8 +3,8 @@
 The class ``Trip`` holds the state of the graph during these steps. The backend analyses the graph
 twice: before the passes and after them. After compilation, functions of this module wrap the
 compiled graph, for example to check its first call. Each of these functions takes the compiled
-callable and the ``Trip`` object. The function returns a callable with the same arguments, or the
-compiled callable itself if no wrapping is needed.
+callable and the ``Trip`` object. Each returns a callable with the same arguments, or the compiled
+callable itself if no wrapping is needed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Trip:
 
         - weights are updated during the backward pass;
         - the graph has repeated layers;
-        - a checkpoint surrounds the graph.
+        - the graph is a block in an activation checkpoint.
         """
         try:
             self.cuts = cuts.starts(info)

@@ -129,10 +129,9 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the backend of a compiled function, which has the backend's name and options.
+    """Return the backend that an ``OptimizeContext`` of Dynamo contains.
 
-    The argument is the callback that Dynamo calls for this function. The callback contains the
-    backend.
+    Return None for any other object. The backend has a name and options.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 

@@ -397,7 +397,7 @@ def keep_address(tensor: torch.Tensor) -> None:
 def names_around() -> dict[str, Any]:
     """Return the variables of the function two levels up the call stack, by name.
 
-    This function is the caller of the caller of ``names_around``.
+    If f calls g, and g calls ``names_around``, the result has the variables of f.
     """
     return sys._getframe(2).f_locals
 

@@ -115,8 +115,8 @@ def _operations_to_cache() -> dict[str, str]:
 
 @contextlib.contextmanager
 def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Iterator[None]:
-    """In this context, compile several CPU graphs with Inductor, and wait for their C++ only at the
-    end.
+    """Compile several CPU graphs with Inductor in this context, and wait for the C++ compiler only
+    at the end.
 
     Usually Inductor waits for the kernels of a graph when it loads the graph's code. In this
     context, Inductor does not wait, so that several graphs compile in parallel. With ``trains``,

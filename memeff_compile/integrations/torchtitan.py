@@ -42,8 +42,8 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     torchtitan still computes the loss in chunks in these cases, and the log gives the reason:
 
-    - tensor parallelism splits the projection;
-    - the projection has hooks;
+    - tensor parallelism splits the projection or its input;
+    - the projection has forward hooks other than FSDP2's;
     - the projection is not a plain linear layer.
     """
 

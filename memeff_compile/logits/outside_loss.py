@@ -65,9 +65,9 @@ class _Rows(_Function):
     """The autograd function that computes a few numbers for each row of logits or
     log-probabilities.
 
-    - Row z of logits with target t: the log-sum-exp lse, nll = lse - z_t, and the sum of z weighted
-      per class.
-    - Row l of log-probabilities: nll = -l_t, and the weighted sum of l.
+    - Row z of logits with target t: the log-sum-exp lse, the loss nll = lse - z_t, and z summed
+      with class weights.
+    - Row l of log-probabilities: the loss nll = -l_t, and the weighted sum of l.
     """
 
     @staticmethod
@@ -495,7 +495,7 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
     """Return the dtype of the result of PyTorch's function ``name`` under the current autocast.
 
-    An example is log_softmax. To find the dtype, run the function on one row.
+    One such name is "log_softmax". To find the dtype, run the function on one row.
     """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

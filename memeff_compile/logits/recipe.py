@@ -102,11 +102,11 @@ class LogitsRecipe:
     - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
     - ("bias", None), which adds the next tensor of ``vectors``. If this addition changes the dtype
       of the logits, the step is ("bias", new dtype) instead.
-    - ("adapter", Adapter), only as the first step, which takes the next two vectors as A and B;
+    - ("adapter", Adapter), only before all other steps, with the next two vectors as A and B;
     - ("classes", (start, stop, count)), which selects the classes from ``start`` up to, not
       including, ``stop``. ``count`` is the number of classes before this step.
     - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). Only code
-      outside of the graph adds these.
+      outside of the graph adds these three steps.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))

@@ -8,7 +8,8 @@ the logits gets the same values and gradients as in eager PyTorch.
 
 The design, from the outermost object to the innermost:
 
-* ``attach.defer`` creates the tensors from the outputs of a graph, with an autograd function.
+* ``attach.attach`` replaces outputs of a graph by these tensors. ``attach.defer`` creates one
+  tensor with an autograd function.
 * ``DeferredLogits`` is the class of these tensors, a wrapper subclass. The table ``_LAZY`` lists
   views, and other operations that do not change the vocabulary dimension. These operations return
   another ``DeferredLogits``. Every other operation computes the values and returns a plain tensor.

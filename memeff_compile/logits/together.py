@@ -46,9 +46,9 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """Return, on all ranks, a sentence about a tensor that has changed on at least one rank.
+        """Return a sentence about a changed tensor on all ranks if one rank found a change.
 
-        Return None if it has not changed. All ranks must call this function.
+        Return None if no rank found a change. All ranks must call this function.
         """
         if not _asking:
             raise ShardedLogitsError(

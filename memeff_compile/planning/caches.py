@@ -125,8 +125,8 @@ def explain_cache(
         weights: "dense", or a codec of ``compress_``.
 
     Raises:
-        ExplainError: the memory is not a size. The model's config does not say how many layers or
-            key-value heads the model has. Keys and values have no common head dimension.
+        ExplainError: the memory is not a size, or keys and values have no common head dimension.
+            Also if the model's config lacks the number of layers or of key-value heads.
         UnsupportedInputError: ``KVCache`` does not support a setting.
 
     Example:

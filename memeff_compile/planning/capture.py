@@ -97,8 +97,8 @@ class Capture:
     def grows_as(self, other: Capture) -> str:
         """Return "" if the sizes in this capture and in ``other`` are equal.
 
-        Sizes are compared as formulas in batch size and length. Otherwise return a sentence that
-        names the different sizes."""
+        Sizes are compared as formulas in batch size and length. If sizes or operations
+        differ, return a sentence that names the difference."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:

@@ -314,8 +314,8 @@ def fit(
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
-        ExplainError: the model cannot be built or captured. The memory is not known, because you
-            passed neither ``memory`` nor ``gpu``, or because the GPU's name is unknown.
+        ExplainError: the model cannot be built or captured. Also if you passed neither ``memory``
+            nor ``gpu``, or if the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit("config.json", gpu="rtx4090", length=2048))  # doctest: +SKIP

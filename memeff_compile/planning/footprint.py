@@ -164,8 +164,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 def _outside(found: Owned) -> Parts:
     """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    If a tensor belongs to one captured block that represents several equal blocks of the model, its
-    bytes are multiplied by their number.
+    A captured block may represent several equal blocks of the model. The bytes of a tensor that
+    belongs to this block are then multiplied by the number of these blocks.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():

@@ -151,9 +151,8 @@ def fit_serving(
         dtype: dtype of the parameters of a model that is built from a config.
 
     Raises:
-        ExplainError: the model cannot be built, or its config lacks the sizes of a cache. The
-            memory is not known, because you passed neither ``memory`` nor ``gpu``, or because the
-            GPU's name is unknown.
+        ExplainError: the model cannot be built, or its config lacks the sizes of a cache. Also if
+            you passed neither ``memory`` nor ``gpu``, or if the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit_serving("config.json", gpu="rtx4090"))  # doctest: +SKIP

@@ -5,9 +5,9 @@ readers are a matrix product, another library op, the graph's output, or a kerne
 This module uses a simplified form of Inductor's rules:
 
 - Views take no memory.
-- A pointwise value is computed inside the kernels that read it. The value gets a buffer if a matrix
-  product reads it or it is an output of the graph. The value also gets a buffer if several readers
-  would recompute a long chain of ops.
+- A pointwise value is usually computed inside the kernels that read it. The value gets a buffer if
+  a matrix product reads it or it is an output of the graph. The value also gets a buffer if several
+  readers would recompute a long chain of ops.
 - Ops that read the same large buffer over the same elements are fused into one kernel, if no matrix
   product comes between them. So all results of this kernel exist at once.
 - Kernels run in graph order, each as early as its first node allows.
@@ -265,7 +265,7 @@ class Timeline:
 
         ``transient`` returns the temporary bytes that an op allocates while it runs. ``owned`` maps
         placeholders to their bytes. These placeholders are freed after the last node that reads
-        them. All others belong to the caller and are not counted.
+        them. All other placeholders belong to the caller and are not counted.
         """
         ends: dict[int, list[Node]] = defaultdict(list)
         for buffer, step in self.last_read.items():

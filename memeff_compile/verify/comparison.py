@@ -75,7 +75,7 @@ class Verdict:
         """Return the gaps (differences between tensors) that are larger than allowed.
 
         The gaps of the comparison in float64 come first, then the gaps in the model's dtypes. In
-        each of the two groups, values come before gradients, and the largest gap comes first.
+        each of the two groups, values come before gradients, each with the largest gap first.
         """
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
