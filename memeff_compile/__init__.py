@@ -1,8 +1,8 @@
 """torch.compile(model, backend="memeff"): torch.compile with passes that avoid large buffers.
 
 PyTorch finds the backend through the package's entry point. This module imports a public name only
-when code first uses the name, because PyTorch imports this package while PyTorch itself is still
-loading if TORCH_LOGS is set.
+when code first uses the name. The reason: if TORCH_LOGS is set, PyTorch imports this package while
+PyTorch itself is still loading.
 """
 
 from __future__ import annotations

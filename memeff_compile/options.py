@@ -122,8 +122,9 @@ def _check_choice(key: str, value: object, *, values: Collection[str], of: str =
 def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
-    """Return a validator that accepts the values for which `fits` is true; `takes` is the sentence
-    that describes these values in an error message, and `kept` converts an accepted value.
+    """Return a validator that accepts the values for which ``fits`` is true.
+
+    ``takes`` describes these values in an error message, and ``kept`` converts an accepted value.
     """
 
     def check(key: str, value: object) -> object:
@@ -643,9 +644,10 @@ class Options:
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the low-bit levels that the calibration table has for an attention module: one
-        level for all calls of the module, or one level per call; () if the table does not contain
-        the module.
+        """Return the low-bit levels that the calibration table has for an attention module.
+
+        There is one level for all calls of the module, or one level per call. The tuple is empty if
+        the table does not contain the module.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")

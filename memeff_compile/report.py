@@ -340,8 +340,10 @@ class LogitsUse:
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:
-        """Return a sentence that names the op that read the logits, its source line, the number of
-        steps with such reads, and an alternative; "" if no op read the logits.
+        """Return a sentence about the op that read the logits, or "" if no op read the logits.
+
+        The sentence names the op, its source line, the number of steps with such reads, and an
+        alternative.
         """
         for reason, (line, _) in self.readers.items():
             who, instead = "your code", "do it only in the steps that need it"
@@ -496,8 +498,8 @@ class GraphReport:
 class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
-    The text shows the changes, the bytes of memory that they save, and suggestions for the user;
-    `details` adds locations and reasons, and `to_json` returns all facts.
+    The text shows the changes, the bytes of memory that they save, and suggestions for the user.
+    ``details`` adds locations and reasons, and ``to_json`` returns all facts.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -513,8 +515,9 @@ class Report(VerbReport):
 
     @property
     def bytes_saved(self) -> int:
-        """Return the number of bytes that are not allocated, as far as it is known, because of all
-        changes and of losses computed outside of the graphs."""
+        """Return the number of bytes that are not allocated, as far as it is known.
+
+        The number counts all changes, and losses that were computed outside of the graphs."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -539,11 +542,11 @@ class Report(VerbReport):
         return "\n".join([self._summary(), *(line for lines in wrapped for line in lines)])
 
     def details(self) -> str:
-        """Return the rewrites with their locations and the declined matches with their reasons,
-        graph by graph.
+        """Return the rewrites with their locations and the declined matches with their reasons, by
+        graph.
 
         Equal records of several layers are merged, and so are graphs in which no pass found a
-        match; `to_json` lists each record and each graph.
+        match. ``to_json`` lists each record and each graph.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP
@@ -595,8 +598,12 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return suggestions for the user: first about errors of passes, then about losses that
-        were not fused, then about the declined match that would save the most memory."""
+        """Return suggestions for the user.
+
+        The first suggestion is the hint of one record. An error of a pass takes precedence over a
+        loss that was not fused. This loss takes precedence over the declined match that would save
+        the most memory. Advice on reads of deferred logits follows.
+        """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
         losses = self._unfused()
@@ -739,7 +746,7 @@ def clear() -> None:
 def graphs() -> Sequence[GraphReport]:
     """Return the reports of every graph compiled since the last reset, oldest first.
 
-    Each report contains the text of the graph before and after the passes; this text is the same on
+    Each report contains the text of the graph before and after the passes. This text is the same on
     every supported torch version, so a user's test can compare it with a stored text.
 
     Example:

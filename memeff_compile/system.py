@@ -105,14 +105,17 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that the system (such as KV caches) made to a model, as far as possible;
-        return which changes were undone and which were not.
+        """Undo all changes that the system (such as KV caches) made to a model, as far as possible.
+
+        Return which changes were undone and which were not.
         """
         return Undone()
 
     def guard(self, graph: Graph) -> None:
         """Replace Dynamo's guards on those graph inputs that are tensors of the system (such as KV
-        caches); this method is called only for graphs without gradients."""
+        caches).
+
+        This method is called only for graphs without gradients."""
 
     def forget(self) -> None:
         """Free all memory that the system keeps between calls, such as buffers of KV caches;
@@ -169,8 +172,9 @@ def hooks() -> tuple[Hooks, ...]:
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return the core's items (such as passes) in order, with the items of each system (such as KV
-    caches) inserted after the core pass that the system names."""
+    """Return the core's items (such as passes) in order, with the items of each system inserted.
+
+    A system, such as KV caches, names the core pass after which its items are inserted."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

@@ -1,10 +1,10 @@
-"""Compile kernels before their first launch: kernels of this package in threads, kernels of
-Inductor in processes.
+"""Compile kernels before their first launch.
 
-Triton compiles a kernel at its first launch. So a compiled graph would compile this package's
-kernels one after another during its first run. To avoid this delay, this module calls each of this
-package's ops in the rewritten graph, and the op's gradient, on tensors without memory, right after
-the passes have run. These calls record their kernel launches instead of running them, and threads
+Kernels of this package are compiled in threads, kernels of Inductor in processes. Triton compiles a
+kernel at its first launch. So a compiled graph would compile this package's kernels one after
+another during its first run. To avoid this delay, this module calls each of this package's ops in
+the rewritten graph, and the op's gradient. The calls come right after the passes have run, on
+tensors without memory. The calls record their kernel launches instead of running them, and threads
 compile the recorded kernels. Threads suffice, because Triton spends most of the compilation time in
 LLVM and ptxas, without Python's global lock. The first launch then finds the compiled kernel. If an
 op cannot be called without data, Triton compiles its kernels at their first launch, as usual.

@@ -1,13 +1,16 @@
-"""Decide whether a compiled graph is recorded as a CUDA graph; this package records only decoding
-steps of text generation.
+"""Decide whether a compiled graph is recorded as a CUDA graph.
 
-A decoding step of few tokens launches several hundred small kernels, and the host launches them
-more slowly than the GPU runs them. A graph counts as a decoding step if it computes without
-gradients, contains attention with few queries, and writes in place to inputs that are caches.
+This package records only decoding steps of text generation. A decoding step of few tokens launches
+several hundred small kernels, and the host launches them more slowly than the GPU runs them. A
+graph counts as a decoding step if all of these hold:
+
+- it computes without gradients;
+- it contains attention with few queries;
+- it writes in place to inputs that are caches.
 
 If you set a mode of torch.compile, Inductor decides which graphs are recorded as CUDA graphs. If
-that mode uses CUDA graphs, this module tells Inductor which inputs keep their address, and which
-graphs have outputs that are still in use after the graph's next call.
+that mode uses CUDA graphs, this module tells Inductor which inputs keep their address. This module
+also turns recording off for a graph that creates a cache and returns it.
 """
 
 from __future__ import annotations
@@ -97,8 +100,10 @@ def _without(code: str, why: str, hint: str = "") -> Choice:
 
 
 def _guarded(step: _Step) -> Choice:
-    """If the user turned on Inductor's CUDA graphs, tell Inductor which inputs keep their address,
-    and which outputs are still in use after the graph's next call. Inductor cannot see these facts.
+    """Prepare a graph for Inductor's CUDA graphs, or turn recording off for this graph.
+
+    The inputs to which the graph writes are marked as inputs that keep their address. A graph that
+    returns a new cache is not recorded, because the next replay would overwrite the cache.
     """
     made = step.made_inside()
     if made is not None:
@@ -157,8 +162,9 @@ class _Step:
         return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
-        """If the graph creates a tensor, writes to it and returns it (as it does with a new cache),
-        return the node of this tensor, otherwise None.
+        """Return the node of a tensor that the graph creates, writes to and returns, or None.
+
+        Such a tensor is a new cache, for example.
         """
         given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
         made = self._written_memory() - given
@@ -217,8 +223,10 @@ class _Step:
                 yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
-        """Return the role of each argument of the decoding step in a replay of its CUDA graph: a
-        tensor with a fixed address, a tensor that is copied before the replay, or a Python number.
+        """Return the role of each argument of the decoding step in a replay of its CUDA graph.
+
+        An argument is a tensor with a fixed address, a tensor that is copied before the replay, or
+        a Python number.
         """
         written = self.written
         held = [p for p in self.tensors if p in written or self._stays(p)]

@@ -1,7 +1,7 @@
 """Compile two graphs for batches of any size: all sizes that vary become symbolic at once.
 
 Dynamo compiles the first batch for its exact sizes. When a size differs for the first time, Dynamo
-makes that size symbolic and compiles again, so each size that varies costs one more graph. With
+makes that size symbolic and compiles again. So each size that varies costs one more graph. With
 this module, batch size and sequence length become symbolic together, when the second shape arrives.
 This module affects only models that are compiled through its functions.
 """

@@ -2,14 +2,15 @@
 
 Arguments that are new in each call (ids, masks, positions) are copied into static buffers. Weights
 and caches are read and written at their addresses. So a recording is valid only for calls with the
-same addresses, sizes and Python numbers, and each call looks up its recording by these three
+same addresses, sizes and Python numbers. Each call looks up its recording by these three
 properties. The results of a replay are cloned, so that the next replay does not overwrite them.
 
 Several calls with the same addresses, sizes and numbers run as follows:
 
 - the first call runs the compiled step;
 - the second call runs the step on static buffers, and so loads every kernel;
-- the third call records the step as a CUDA graph; this call and all later calls replay the graph.
+- the third call records the step as a CUDA graph;
+- the third call and all later calls replay this graph.
 
 After a step has run on static buffers, a call with other addresses is recorded immediately, if
 earlier recordings were replayed often enough.
@@ -66,8 +67,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Roles:
-    """The role of each argument of a decoding step: a tensor at a fixed address, a tensor that is
-    copied before each replay, or a Python number.
+    """The role of each argument of a decoding step.
+
+    An argument is a tensor at a fixed address, a tensor that is copied before each replay, or a
+    Python number.
     """
 
     held: tuple[int, ...]  # tensors identified by address: weights, caches, written ones

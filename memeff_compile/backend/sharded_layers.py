@@ -1,17 +1,17 @@
-"""Compile separately those layers and output projections sharded by FSDP2 that Dynamo would leave
-out of every graph.
+"""Compile layers and output projections sharded by FSDP2 that Dynamo would leave out of every
+graph.
 
 FSDP2 puts hooks around each layer, and Dynamo ends a graph at a hook. If a checkpoint surrounds the
-hooks, as in transformers before 5.23, Dynamo skips the layer: if you compile the model as a whole,
-such layers run without compilation (a PyTorch limitation). So this module compiles each layer
+hooks, as in transformers before 5.23, Dynamo skips the layer. If you compile the model as a whole,
+such layers then run without compilation (a PyTorch limitation). So this module compiles each layer
 separately, which gives each layer a graph inside its checkpoint.
 
 Dynamo also leaves out an output projection with hooks around it, because Dynamo skips the code of
-PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
+PyTorch's linear layer. This module compiles the projection's ``forward``, between the hooks. The
 logits are then deferred, so that a loss after the projection is computed from hidden states and
 weight, without the logits. FSDP2 gathers the weight before the output projection runs. Loss and
-backward pass need the weight right after the projection, so in training this module keeps FSDP2
-from freeing the weight in between, even if `reshard_after_forward` is set.
+backward pass need the weight right after the projection. So in training this module keeps FSDP2
+from freeing the weight in between, even if ``reshard_after_forward`` is set.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 
 
 def left_out(weights: Sequence[Tensor]) -> Record | None:
-    """Return a remark for the report about layers that no graph contains; call this function after
-    the graph that takes the gathered ``weights`` was captured.
+    """Return a remark for the report about layers that no graph contains, or None.
 
-    Layers of one class share a graph, so if one layer of the class is in a graph, all layers of the
-    class are compiled.
+    Call this function after the graph that takes the gathered ``weights`` was captured. Layers of
+    one class share a graph. So if one layer of the class is in a graph, all layers of the class are
+    compiled.
     """
     every = compat.sharded_with(weights[0]) if weights else []
     every = [each for each in every if not compat.is_compiled_by_itself(each)]

@@ -1,10 +1,10 @@
-"""Take one captured graph through all steps of the backend, and wrap the compiled result. The class
-`Trip` holds the state of the graph during these steps.
+"""Take one captured graph through all steps of the backend, and wrap the compiled result.
 
-The backend analyses the graph twice: before the passes and after them. After compilation, functions
-of this module wrap the compiled graph, for example to check its first call. Each of these functions
-takes the compiled callable and the `Trip` object, and returns a callable with the same arguments;
-if no wrapping is needed, the function returns the compiled callable itself.
+The class ``Trip`` holds the state of the graph during these steps. The backend analyses the graph
+twice: before the passes and after them. After compilation, functions of this module wrap the
+compiled graph, for example to check its first call. Each of these functions takes the compiled
+callable and the ``Trip`` object. Each returns a callable with the same arguments, or the compiled
+callable itself if no wrapping is needed.
 """
 
 from __future__ import annotations
@@ -108,8 +108,11 @@ class Trip:
     def _cut(self, info: GraphInfo) -> None:
         """Decide where to split the graph into partitions, and report the decision.
 
-        The graph is split if weights are updated during the backward pass, if the graph has
-        repeated layers, or if a checkpoint surrounds the graph.
+        The graph may be split in these cases:
+
+        - weights are updated during the backward pass;
+        - the graph has repeated layers;
+        - the graph is a block in an activation checkpoint.
         """
         try:
             self.cuts = cuts.starts(info)
@@ -174,10 +177,11 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let each system (an optional part of this package, such as its KV caches) replace
-        Dynamo's guards on those graph inputs that are the system's tensors.
+        """Let each system replace Dynamo's guards on those graph inputs that are the system's
+        tensors.
 
-        Graphs in which gradients are enabled, and exported graphs, keep Dynamo's guards.
+        A system is an optional part of this package, such as its KV caches. Graphs in which
+        gradients are enabled, and exported graphs, keep Dynamo's guards.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return

@@ -33,10 +33,10 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fit(given: argparse.Namespace) -> int:
-    """Print a table of training settings with the memory that each setting needs, write the table
-    to a file if requested, and return the exit status.
+    """Print a table of training settings with the memory that each setting needs.
 
-    The status is 0 even if no setting fits in memory, because this is a valid answer.
+    If requested, write the table to a file. Return the exit status. The status is 0 even if no
+    setting fits in memory, because this is a valid answer.
     """
     try:
         return _fit(given)

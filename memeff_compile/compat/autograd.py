@@ -57,8 +57,11 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
     """Make a checkpoint save the results of some calls in its body; return a function that reverts
     this.
 
-    The value of ``kept`` says which op's result is saved: "attention" for the fused attention
-    kernel, "product" for a matrix product, otherwise the name of an op, such as "aten::add".
+    The value of ``kept`` says which op's result is saved:
+
+    - "attention": the fused attention kernel;
+    - "product": a matrix product;
+    - otherwise the op with this name, such as "aten::add".
     """
     for node, kind in kept.items():
         node.meta[_KEPT] = kind
@@ -184,8 +187,8 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
     """Delete a tensor's table of hooks if the table is empty because all hooks were removed.
 
     If a module whose weights are tensor subclasses is moved to another device, PyTorch calls
-    `torch.utils.swap_tensors`. With an empty table of hooks, PyTorch then assumes that the tensor's
-    hooks are already installed, so hooks registered after the swap would never run.
+    ``torch.utils.swap_tensors``. With an empty table of hooks, PyTorch then assumes that the
+    tensor's hooks are already installed. Hooks registered after the swap would never run.
     """
     if not tensor._post_accumulate_grad_hooks:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]

@@ -35,11 +35,11 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module:
 def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with the given arguments of torch.compile.
 
-    `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
+    ``Module.compile`` has no effect on PyTorch's own modules, such as an nn.Sequential, because
     Dynamo skips code in PyTorch's files. For these modules, this function compiles the module's
-    call instead. If ``module`` is a wrapper that `torch.compile(module)` returned, this function
-    makes the wrapper call the wrapped module directly, because the wrapper would otherwise bypass
-    the compilation in place.
+    call instead. If ``module`` is a wrapper that ``torch.compile(module)`` returned, this function
+    makes the wrapper call the wrapped module directly. The wrapper would otherwise bypass the
+    compilation in place.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
@@ -60,7 +60,7 @@ def compile_once(
 ) -> None:
     """Compile a module in place, starting with the first call at which ``is_idle`` returns True.
 
-    A checkpoint runs a module twice and requires that both runs save the same tensors, so a module
+    A checkpoint runs a module twice and requires that both runs save the same tensors. So a module
     must not be compiled between the two runs.
     """
     original, owner, is_on = module._call_impl, weakref.ref(module), False
@@ -129,8 +129,9 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the name and options of the backend of a compiled function; the argument is the
-    callback that Dynamo calls for this function, which contains the backend.
+    """Return the backend that an ``OptimizeContext`` of Dynamo contains.
+
+    Return None for any other object. The backend has a name and options.
     """
     from torch._dynamo.eval_frame import OptimizeContext
 
@@ -141,10 +142,11 @@ def _asked_of(held: object) -> Any:
 
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
-    """Undo the compilation of one module with the backend ``name``; return a description of what
-    was undone, or "" if the module was not compiled with this backend.
+    """Undo the compilation of one module with the backend ``name``.
 
-    A wrapper that `torch.compile(module)` returned remains usable, and runs the module uncompiled.
+    Return a description of what was undone, or "" if the module was not compiled with this backend.
+    A wrapper that ``torch.compile(module)`` returned remains usable, and runs the module
+    uncompiled.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 

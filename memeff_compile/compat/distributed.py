@@ -64,9 +64,11 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
     """Replace this rank's shard of an FSDP2 parameter by ``local``, with gradients off.
 
-    ``local`` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Replace
-    nothing and return False if FSDP2 does not shard the parameter, keeps its shards in CPU memory,
-    or has gathered the parameter at this time.
+    ``local`` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Return
+    False and replace nothing in these cases:
+
+    - FSDP2 does not shard the parameter, or keeps its shards in CPU memory;
+    - FSDP2 has gathered the parameter at this time.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -223,12 +225,12 @@ def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
 
 
 def free_last_gather(module: torch.nn.Module) -> None:
-    """Free the buffer to which FSDP2's latest all-gather wrote, as FSDP2 does after the root
-    module's forward pass.
+    """Free the buffer to which FSDP2's latest all-gather wrote.
 
-    FSDP2 has already started to copy the weights out of this buffer, but keeps the buffer until the
-    next all-gather, which must wait for the copies. This function makes the streams of later
-    all-gathers wait for the copies now, and then frees the buffer.
+    FSDP2 itself does so after the root module's forward pass. FSDP2 has already started to copy the
+    weights out of this buffer, but keeps the buffer until the next all-gather. That all-gather must
+    wait for the copies. This function makes the streams of later all-gathers wait for the copies
+    now, and then frees the buffer.
     """
     for state in _fsdp2_states():
         if module not in state._modules:

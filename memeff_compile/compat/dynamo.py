@@ -300,8 +300,8 @@ def guard_by_attribute(nodes: Iterable[Node], name: str) -> None:
     """Replace all guards on some inputs by one guard on an integer attribute of each input.
 
     For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
-    Python code. Pass all inputs in one call of this function, because each call goes through all
-    guards of the graph, and a deep model's graph has thousands of them.
+    Python code. Pass all inputs in one call of this function. Each call goes through all guards of
+    the graph, and a deep model's graph has thousands of them.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -395,8 +395,9 @@ def keep_address(tensor: torch.Tensor) -> None:
 
 
 def names_around() -> dict[str, Any]:
-    """Return the variables of the function two levels up the call stack (the caller of this
-    function's caller), as a dictionary from name to value.
+    """Return the variables of the function two levels up the call stack, by name.
+
+    If f calls g, and g calls ``names_around``, the result has the variables of f.
     """
     return sys._getframe(2).f_locals
 
@@ -411,9 +412,9 @@ def room_for_graphs(limit: int = 64) -> dict[str, Any]:
     """Return arguments of torch.compile that give a model its own, larger limit on the number of
     graphs.
 
-    Without these arguments, all models of a process share one limit, because transformers wraps the
-    forward of every model in the same decorator, and Dynamo counts graphs per code object. Before
-    torch 2.13 these arguments do not exist, so this function increases the shared limit instead.
+    Without these arguments, all models of a process share one limit. Dynamo counts graphs per code
+    object, and transformers wraps the forward of every model in the same decorator. Before torch
+    2.13 these arguments do not exist, so this function increases the shared limit instead.
     """
     from torch._dynamo import config
 

@@ -115,11 +115,11 @@ def _operations_to_cache() -> dict[str, str]:
 
 @contextlib.contextmanager
 def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Iterator[None]:
-    """In this context, compile several CPU graphs with Inductor, and wait for all their C++
-    compilations at the end.
+    """Compile several CPU graphs with Inductor in this context, and wait for the C++ compiler only
+    at the end.
 
     Usually Inductor waits for the kernels of a graph when it loads the graph's code. In this
-    context, Inductor does not wait, so that several graphs compile in parallel; with ``trains``,
+    context, Inductor does not wait, so that several graphs compile in parallel. With ``trains``,
     the backward graph also compiles in parallel with the forward graph. Do not use this context for
     GPU graphs: a cached graph contains its Triton kernels, which must be compiled before Inductor
     caches the graph. If an exception occurs, the context ends without waiting.
@@ -157,9 +157,9 @@ def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
     """In this context, Inductor checks only the best set of vector instructions of an x86 CPU.
 
     Before Inductor first generates C++, it compiles and loads test programs for each set of vector
-    instructions that the CPU has, one set after another, and then uses the best set. In this
-    context, Inductor checks the next best set only if the check of the best one failed. The check
-    begins at once in a thread. If a setting asks for a certain set, Inductor checks all sets.
+    instructions that the CPU has. Inductor tests one set after another, and then uses the best set.
+    In this context, Inductor checks the next best set only if the check of the best one failed. The
+    check begins at once in a thread. If a setting asks for a certain set, Inductor checks all sets.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -267,11 +267,11 @@ def apart_in_tracing() -> Iterator[None]:
 
 
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
-    """Make Inductor's generated Python code call `op.direct` instead of the op.
+    """Make Inductor's generated Python code call ``op.direct`` instead of the op.
 
-    The direct call saves time on the CPU, because a call through PyTorch's dispatcher takes longer
-    than many kernels run, and an op whose gradient is written in Python passes through the
-    dispatcher twice. C++ code that Inductor generates still calls the op.
+    The direct call saves time on the CPU: a call through PyTorch's dispatcher takes longer than
+    many kernels run. An op whose gradient is written in Python passes through the dispatcher twice.
+    C++ code that Inductor generates still calls the op.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
@@ -298,11 +298,11 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
 
 
 def record_artifact(name: str, content: Mapping[str, Any]) -> None:
-    """Add an object, which JSON can contain, to the artifacts that
-    `torch.compiler.save_cache_artifacts` saves.
+    """Add an object to the artifacts that ``torch.compiler.save_cache_artifacts`` saves.
 
-    The artifact has one of Inductor's artifact types, so that PyTorch can load it in a process that
-    has not imported this package; for an unknown type, PyTorch would load no artifact at all.
+    The object must be serialisable as JSON. The artifact has one of Inductor's artifact types, so
+    that PyTorch can load it in a process that has not imported this package. For an unknown type,
+    PyTorch would load no artifact at all.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
     from torch.compiler._cache import CacheArtifactManager

@@ -34,11 +34,10 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return ``value``; if ``value`` is a graph node that stands for a symbolic number, return the
-    number that the symbol has now, without adding a guard.
+    """Return a number, or the present number of the symbol that a graph node stands for.
 
-    Such nodes exist because with ``dynamic=True``, Dynamo turns numbers of a config into symbols.
-    If the symbol is a tensor's size, the function returns None.
+    The function adds no guard. Such nodes exist because with ``dynamic=True``, Dynamo turns numbers
+    of a config into symbols. If the symbol is a tensor's size, the function returns None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value

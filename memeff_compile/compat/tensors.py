@@ -105,13 +105,13 @@ def make_without_memory(
     """Create a tensor of a wrapper subclass that no code can mistake for a tensor with memory.
 
     A tensor of a usual wrapper subclass has the dispatch keys of its device, and a null pointer as
-    its address. C++ code that reads the memory of such a tensor crashes: code that uses raw
-    pointers or storages, for example, or code that reads a plain tensor after the wrapper was
-    assigned to its `.data`. The tensor that this function creates has the dispatch keys and the
-    storage of the meta device, but its attribute `device` names the given device.
+    its address. C++ code that reads the memory of such a tensor crashes. Examples are code that
+    uses raw pointers or storages, and code that reads a plain tensor after the wrapper was assigned
+    to its ``.data``. The tensor that this function creates has the dispatch keys and the storage of
+    the meta device. The tensor's attribute ``device`` names the given device.
 
-    The subclass must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The subclass
-    must also have a property `device`, and a method `refuse_memory` that raises an error.
+    The subclass must handle the ops in ``ABOUT_MEMORY`` in its ``__torch_dispatch__``. The subclass
+    must also have a property ``device``, and a method ``refuse_memory`` that raises an error.
     """
     made = torch.Tensor._make_wrapper_subclass(
         cls,

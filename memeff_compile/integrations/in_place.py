@@ -38,12 +38,12 @@ class Request:
         fullgraph: bool = False,
     ) -> Request:
         """Create the settings from an integration's arguments, which are those of
-        `memeff_compile.compile`.
+        ``memeff_compile.compile``.
 
         Raises:
             OptionError: An option is not valid, or is set twice. Options that compress weights or
-                make linear layers ternary also raise this error, because the optimizer already
-                exists, so it is too late to replace weights.
+                make linear layers ternary also raise this error. It is too late to replace weights,
+                because the optimizer already exists.
         """
         given = options.to_dict() if isinstance(options, Options) else dict(options or {})
         named = {key_of(name): value for name, value in settings.items()}

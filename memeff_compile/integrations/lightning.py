@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 
 class MemeffCallback(Callback):  # type: ignore[misc]
-    """Compile the models of a LightningModule in place with `backend="memeff"`.
+    """Compile the models of a LightningModule in place with ``backend="memeff"``.
 
-    Lightning calls `training_step` instead of the module, so compiling the module itself would have
-    no effect. Instead, before training, validation, testing and prediction, the callback compiles,
-    in place, each child module that has parameters. Children that are already compiled are not
-    changed.
+    Lightning calls ``training_step`` instead of the module, so compiling the module itself would
+    have no effect. Instead, the callback compiles, in place, each child module that has parameters.
+    The callback runs before training, validation, testing and prediction. Children that are already
+    compiled are not changed.
 
     Args:
-        *children: Names of the children to compile, such as "model" or "generator.body"; by
-            default all direct children with parameters.
+        *children: Names of the children to compile, such as "model" or "generator.body"; by default
+            all direct children with parameters.
         mode: An Inductor mode, such as "reduce-overhead".
-        options: As in `torch.compile(options=...)`, or an `Options`.
-        dynamic: As in `torch.compile`.
-        fullgraph: As in `torch.compile`.
-        **settings: Options of memeff_compile by keyword, as in `memeff_compile.compile`.
+        options: As in ``torch.compile(options=...)``, or an ``Options``.
+        dynamic: As in ``torch.compile``.
+        fullgraph: As in ``torch.compile``.
+        **settings: Options of memeff_compile by keyword, as in ``memeff_compile.compile``.
 
     Raises:
-        OptionError: For the same reasons as `memeff_compile.compile`.
+        OptionError: For the same reasons as ``memeff_compile.compile``.
         UnsupportedInputError: When training begins: the LightningModule has no child with one of
             the given names, or no child with parameters.
     """

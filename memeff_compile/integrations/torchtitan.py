@@ -38,12 +38,13 @@ _METHOD = "memeff_loss"
 
 
 class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
-    """A loss that computes the output projection and cross entropy in one op, without building
-    logits.
+    """A loss that computes output projection and cross entropy in one op, without building logits.
 
-    torchtitan still computes the loss in chunks if tensor parallelism splits the projection, if the
-    projection has hooks, or if the projection is not a plain linear layer. In that case, the log
-    gives the reason.
+    torchtitan still computes the loss in chunks in these cases, and the log gives the reason:
+
+    - tensor parallelism splits the projection or its input;
+    - the projection has forward hooks other than FSDP2's;
+    - the projection is not a plain linear layer.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -1,11 +1,11 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
-"""Create deferred logits (logits that are computed when first read), and pass their values to
-compiled code that takes the logits as inputs.
+"""Create deferred logits, and pass their values to compiled code that takes the logits as inputs.
 
-`defer` creates deferred logits from hidden states and an output projection, `attach` creates them
-from the outputs of a compiled graph, and `accept` passes their values to compiled code. The
-autograd function `_Defer` returns the logits; its backward pass computes the product of the output
-projection again. So, for autograd, deferred logits are an ordinary non-leaf tensor.
+Deferred logits are computed when they are first read. ``defer`` creates them from hidden states and
+an output projection, and ``attach`` from the outputs of a compiled graph. ``accept`` passes their
+values to compiled code. The autograd function ``_Defer`` returns the logits. The backward pass of
+``_Defer`` computes the product of the output projection again. So, for autograd, deferred logits
+are an ordinary non-leaf tensor.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def _fake(
 def with_missing_outputs(
     compiled: Callable[..., Any], present: Sequence[bool]
 ) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it again returns None in the positions of outputs that were
-    removed from its graph because they are None."""
+    """Wrap a compiled callable so that it again returns None in the positions of removed outputs.
+
+    These outputs were removed from the callable's graph because they are None."""
 
     def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))

@@ -1,14 +1,15 @@
-"""Compute per-row (per-token) results of deferred logits with the fused loss op, for losses outside
-of the graph.
+"""Compute results per row (token) of deferred logits with the fused op, for losses outside the
+graph.
 
-`Head` is some rows of logits in factored form: hidden states, and the output projection that turns
-them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the logits,
-the target's logit and the sum of the logits, without building the logits. `FusedRows` is the
-gradient of such rows of logits. This gradient also has a compact form, with a few numbers per row
-instead of one number per class. The backward pass of the deferred logits passes `FusedRows` to the
-fused loss op, which computes the gradients of the hidden states and the output projection.
+``Head`` is some rows of logits in factored form: hidden states, and the output projection that
+turns them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the
+logits, the target's logit and the sum of the logits. The op does not build the logits.
+``FusedRows`` is the gradient of such rows of logits. This gradient also has a compact form, with a
+few numbers per row instead of one number per class. The backward pass of the deferred logits passes
+``FusedRows`` to the fused loss op. The op computes the gradients of the hidden states and the
+output projection.
 
-Apart from the passes, only this module calls the fused loss op, and always in its exact mode: the
+Apart from the passes, only this module calls the fused loss op, and always in its exact mode. The
 lossy modes of memeff.linear_cross_entropy apply only inside the graph.
 """
 
@@ -37,8 +38,10 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """The steps that turn the matrix product s of the output projection into logits z, as arguments
-    of the fused loss op: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    """The steps that turn the output projection's product s into logits z, as arguments of the
+    fused op.
+
+    The formula is ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
@@ -51,8 +54,9 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return the steps that compute logits as arguments of the fused loss op, or a sentence that
-    says why this op has no such arguments."""
+    """Return the steps that compute logits as arguments of the fused loss op.
+
+    If the op has no such arguments, return a sentence that says why."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -250,11 +254,11 @@ _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 
 @dataclass(frozen=True)
 class FusedRows:
-    """The gradient of some rows of logits z, of their log-probabilities or of their probabilities,
-    as a few numbers per row.
+    """The gradient of some rows of logits z, as a few numbers per row.
 
-    The fields `outer`, `nll`, `lse`, `total` and `plogp` have one number per row; `w` has one per
-    class. With p = softmax(z) and its entropy H, the gradient in a row and column j is::
+    Instead of logits, the rows may be log-probabilities or probabilities. The fields ``outer``,
+    ``nll``, ``lse``, ``total`` and ``plogp`` have one number per row, and ``w`` has one per class.
+    With p = softmax(z) and its entropy H, the gradient in a row and column j is::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
@@ -458,11 +462,11 @@ class FusedRows:
         return grad.mul_(self.outer).to(dtype)
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors from which the deferred logits are computed: hidden
-        states, weight, bias and the vectors that the recipe (list of steps) applies.
+        """Return the gradients of the tensors from which the deferred logits are computed.
 
-        `base` is the recipe of the deferred logits; this object's recipe must start with the steps
-        of `base`.
+        These tensors are the hidden states, weight, bias and the vectors that the recipe (list of
+        steps) applies. ``base`` is the recipe of the deferred logits. This object's recipe must
+        start with the steps of ``base``.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

@@ -1,5 +1,6 @@
-"""Represent the memory that eager PyTorch would allocate for logits; deferred logits (logits that
-are computed when first read) and all their views share one `Memory`.
+"""Represent the memory that eager PyTorch would allocate for logits.
+
+Deferred logits (logits that are computed when first read) and all their views share one ``Memory``.
 """
 
 from __future__ import annotations
@@ -181,8 +182,9 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Return whether computing only the rows of `view` is cheaper than computing all rows,
-        given how many rows were already computed one view at a time.
+        """Return whether computing only the rows of ``view`` is cheaper than computing all rows.
+
+        The answer depends on how many rows were already computed one view at a time.
         """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows

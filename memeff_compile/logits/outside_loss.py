@@ -1,20 +1,22 @@
 # ruff: noqa: ANN401  (the functions of PyTorch take and return anything)
-"""Losses that user code computes outside of the compiled graph from deferred logits (logits that
-are computed when first read); the fused op computes these losses without the logits.
+"""Losses that user code computes outside of the compiled graph from deferred logits.
+
+Deferred logits are computed when they are first read. The fused op computes these losses without
+the logits.
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
-`SERVED` names the PyTorch functions that this module handles before autograd sees them. Each
-handler returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states
-and the output projection. If a handler declines a call, PyTorch's function runs on the computed
-logits.
+``SERVED`` names the PyTorch functions that this module handles before autograd sees them. Each
+handler returns the function's result, which ``memeff::linear_cross_entropy`` computes from hidden
+states and the output projection. If a handler declines a call, PyTorch's function runs on the
+computed logits.
 
-`_Rows` is the autograd function that turns logits into a few numbers per row (token). The backward
-pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
-row), and autograd passes this form back through views, casts and scales of the logits. So hooks,
-`retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and code that reads
-the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too.
-Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
+``_Rows`` is the autograd function that turns logits into a few numbers per row (token). The
+backward pass of ``_Rows`` returns the gradient of the logits in a compact form (``FusedRows``, a
+few numbers per row). Autograd passes this form back through views, casts and scales of the logits.
+So hooks, ``retain_grad`` and ``torch.autograd.grad`` see the autograd graph of eager PyTorch, and
+code that reads the gradient gets a dense tensor. Log-probabilities (``_LogSoftmax``) are deferred
+too. Log-probabilities that code only gathers, sums or passes to ``nll_loss`` are never computed.
 """
 
 from __future__ import annotations
@@ -60,10 +62,12 @@ class _Function(torch.autograd.Function):
 
 
 class _Rows(_Function):
-    """The autograd function that computes, for each row z of logits with target t, the log-sum-exp
-    lse, the loss nll = lse - z_t, and the sum of z weighted per class.
+    """The autograd function that computes a few numbers for each row of logits or
+    log-probabilities.
 
-    For each row of log-probabilities l, the function computes nll = -l_t and the weighted sum of l.
+    - Row z of logits with target t: the log-sum-exp lse, the loss nll = lse - z_t, and z summed
+      with class weights.
+    - Row l of log-probabilities: the loss nll = -l_t, and the weighted sum of l.
     """
 
     @staticmethod
@@ -266,8 +270,9 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """The autograd function that sums the deferred products p log p over the classes; it returns no
-    gradient for its argument `logs`, the log-probabilities log p.
+    """The autograd function that sums the deferred products p log p over the classes.
+
+    The function returns no gradient for its argument ``logs``, the log-probabilities log p.
     """
 
     @staticmethod
@@ -488,8 +493,9 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype of the result of PyTorch's function `name` (such as log_softmax) under the
-    current autocast; to find the dtype, run the function on one row.
+    """Return the dtype of the result of PyTorch's function ``name`` under the current autocast.
+
+    One such name is "log_softmax". To find the dtype, run the function on one row.
     """
     kind = view.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -556,9 +562,9 @@ def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
     Such gradients take as much memory as the hidden states and the weight together. So the forward
-    pass computes gradients only for a loss of more than half of the rows. It also does not compute
-    gradients if an earlier training step had a second loss of the same logits, because a second
-    loss would compute the logits again.
+    pass computes gradients only for a loss of more than half of the rows. If an earlier training
+    step had a second loss of the same logits, the forward pass computes no gradients. A second loss
+    would compute the logits again.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

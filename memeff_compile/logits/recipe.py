@@ -1,11 +1,11 @@
-"""Recipes: lists of the steps from hidden states to logits, which a pass writes and the runtime
-executes.
+"""Recipes: lists of the steps from hidden states to logits.
 
-A `LogitsRecipe` describes a model's output projection: the dtype of the product, the orientation of
-the weight, and the pointwise steps after the product, in the model's order. `LogitsRecipe.logits`
-runs the same PyTorch calls as the model would, so its values equal the model's bit for bit.
-`LogitsRecipe.gradients` computes the gradients as autograd would, but does not compute the logits
-again if the gradients do not depend on them.
+A pass writes a recipe, and the runtime executes it. A ``LogitsRecipe`` describes a model's output
+projection: the dtype of the product, the orientation of the weight, and the pointwise steps after
+the product. The steps are in the model's order. ``LogitsRecipe.logits`` runs the same PyTorch calls
+as the model would, so its values equal the model's bit for bit. ``LogitsRecipe.gradients`` computes
+the gradients as autograd would. This method does not compute the logits again if the gradients do
+not depend on the logits.
 
 A recipe has no steps that select rows (tokens). Selecting rows of the hidden states gives the same
 result as selecting rows of the logits, so selections are applied to the hidden states.
@@ -97,14 +97,16 @@ _IN_PLACE: _Steps = {
 class LogitsRecipe:
     """The steps of a model's output projection, from hidden states to logits.
 
-    The pointwise steps are: ("to", dtype), ("mul", number), ("div", number), ("tanh", None), and
-    ("bias", None), which adds the next tensor of `vectors`. If this addition changes the dtype of
-    the logits, the step is ("bias", new dtype) instead. The first step may be ("adapter", Adapter),
-    which takes the next two vectors as A and B. The step ("classes", (start, stop, count)) selects
-    the classes from `start` up to, not including, `stop`; `count` is the number of classes before
-    this step.
-    Only code outside of the graph adds the steps ("log_softmax", None), ("exp", None) and
-    ("times_exp", None), which is x * exp(x).
+    The steps are:
+
+    - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
+    - ("bias", None), which adds the next tensor of ``vectors``. If this addition changes the dtype
+      of the logits, the step is ("bias", new dtype) instead.
+    - ("adapter", Adapter), only before all other steps, with the next two vectors as A and B;
+    - ("classes", (start, stop, count)), which selects the classes from ``start`` up to, not
+      including, ``stop``. ``count`` is the number of classes before this step.
+    - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). Only code
+      outside of the graph adds these three steps.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -133,10 +135,10 @@ class LogitsRecipe:
 
     @cached_property
     def classes(self) -> tuple[int, int] | None:
-        """Return the range of the weight's classes that the logits contain, as the index of the
-        first class and the index after the last class.
+        """Return the range of the weight's classes that the logits contain.
 
-        Return None if the logits have all of the weight's classes.
+        The range is the index of the first class and the index after the last class. Return None if
+        the logits have all of the weight's classes.
         """
         found = None
         for start, stop, _ in (value for name, value in self.steps if name == "classes"):
@@ -360,8 +362,9 @@ def _with_sizes(arg: object, results: Sequence[Any]) -> object:
 
 
 def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
-    """Return the index of the first graph output that is a size (views of the logits need such
-    sizes), or None if there is no such output.
+    """Return the index of the first graph output that is a size, or None if there is none.
+
+    Views of the logits need such sizes.
     """
     calls = [view.calls for entry in plan for view in entry.views]
     sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
@@ -370,8 +373,9 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps that turn the product s into logits z, as arguments of the fused loss op:
-    ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    """The pointwise steps that turn the product s into logits z, as arguments of the fused loss op.
+
+    The formula is ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -382,8 +386,9 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why the steps of a recipe cannot become arguments of the fused loss op: a code, a
-    sentence, and the index of the unsupported step."""
+    """The reason why the steps of a recipe cannot become arguments of the fused loss op.
+
+    ``place`` is the index of the unsupported step."""
 
     code: str
     sentence: str

@@ -1,27 +1,28 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """The class of deferred logits: a tensor whose values are computed on first use.
 
-If a graph's loss does not need the logits, the graph returns hidden states, and `attach.attach`
-turns these into a `DeferredLogits`: a tensor with the shape, dtype and autograd node of the logits,
-but without their memory. Logits that a training loop never reads are never computed. Code that
-reads the logits gets the same values and gradients as in eager PyTorch.
+If a graph's loss does not need the logits, the graph returns hidden states. ``attach.attach`` turns
+these into a ``DeferredLogits``: a tensor with the shape, dtype and autograd node of the logits, but
+without their memory. Logits that a training loop never reads are never computed. Code that reads
+the logits gets the same values and gradients as in eager PyTorch.
 
 The design, from the outermost object to the innermost:
 
-* `attach.defer` creates the tensors from the outputs of a graph, with an autograd function.
-* `DeferredLogits` is the class of these tensors, a wrapper subclass. The table `_LAZY` lists
-  views, and other operations that do not change the vocabulary dimension; these operations return
-  another `DeferredLogits`. Every other operation computes the values and returns a plain tensor.
-  Operations on `DeferredLogits` run below autograd (after autograd has recorded them), so the graph
-  of autograd, the views and the version counters are the same as in eager PyTorch. Views that do
-  not consist of whole rows (all classes of some tokens), such as a diagonal, are `DeferredLogits`
-  too, so that every write is detected. `_ABOVE_AUTOGRAD` lists the functions that must be handled
-  before autograd records them.
-* `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
-share one `Memory`; each copy or cast of the logits has a `Memory` for itself.
-* `LogitsSource` contains the hidden states and the output projection, and detects whether they have
-changed.
-* `outside_loss` computes losses of deferred logits without building the logits.
+* ``attach.attach`` replaces outputs of a graph by these tensors. ``attach.defer`` creates one
+  tensor with an autograd function.
+* ``DeferredLogits`` is the class of these tensors, a wrapper subclass. The table ``_LAZY`` lists
+  views, and other operations that do not change the vocabulary dimension. These operations return
+  another ``DeferredLogits``. Every other operation computes the values and returns a plain tensor.
+  Operations on ``DeferredLogits`` run below autograd (after autograd has recorded them). So
+  autograd's graph, the views and the version counters are the same as in eager PyTorch. Some views,
+  such as a diagonal, do not consist of whole rows (all classes of some tokens). Such views are
+  ``DeferredLogits`` too, so that every write is detected. ``_ABOVE_AUTOGRAD`` lists the functions
+  that must be handled before autograd records them.
+* ``Memory`` represents the memory that eager PyTorch would allocate. The logits and all their views
+  share one ``Memory``. Each copy or cast of the logits has a ``Memory`` for itself.
+* ``LogitsSource`` contains the hidden states and the output projection, and detects whether they
+  have changed.
+* ``outside_loss`` computes losses of deferred logits without building the logits.
 
 Dynamo does not trace this module.
 """
@@ -114,8 +115,10 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of the deferred tensor: autograd records
-        operations on this view, and a write to the view changes the deferred tensor."""
+        """Return an ordinary tensor that is a view of the deferred tensor.
+
+        Autograd records operations on this view, and a write to the view changes the deferred
+        tensor."""
         self._memory()
         return self.to_read()
 
@@ -347,10 +350,11 @@ def _derive(
 
 def _windows(call: _Call) -> Any:
     """Run a view operation whose result does not consist of whole rows (all classes of some
-    tokens), such as a slice of classes or a diagonal.
+    tokens).
 
-    When code reads the result, the result's values are computed as a view of the argument's values.
-    Return None for other view operations, such as a view with another dtype.
+    Such a result is a slice of classes or a diagonal, for example. When code reads the result, its
+    values are computed as a view of the argument's values. Return None for other view operations,
+    such as a view with another dtype.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -451,8 +455,10 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are `function` applied to the values of `view`; the
-    steps in `recipe` compute the same new values from hidden states.
+    """Return a new deferred tensor whose values are ``function`` applied to the values of ``view``.
+
+    The steps in ``recipe`` compute the same new values from hidden states. Return None if the
+    values of ``view`` may differ from logits that are computed now.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
@@ -557,8 +563,9 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
-    """Turn the gradient of selected rows into a RowGradient, which stores only these rows; the
-    autograd node of the selection would otherwise make a dense gradient."""
+    """Turn the gradient of selected rows into a RowGradient, which stores only these rows.
+
+    The autograd node of the selection would otherwise make a dense gradient."""
     is_part = view.window is None and prod(view.dims) < prod(base.dims)
     if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
@@ -598,15 +605,15 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return `.data` of deferred logits.
+    """Return ``.data`` of deferred logits.
 
-    The result is deferred too if the logits contain all classes of each row. If code assigns
-    deferred logits to the `.data` of another tensor, the other tensor then uses the memory of the
+    The result is deferred too if the logits contain all classes of each row. Code may assign
+    deferred logits to the ``.data`` of another tensor. The other tensor then uses the memory of the
     deferred logits.
 
-    As in eager PyTorch, `.data` is not a view for autograd: if code writes a value that requires a
-    gradient to `logits.data`, then only the tensor `logits.data` requires a gradient, and `logits`
-    does not.
+    As in eager PyTorch, ``.data`` is not a view for autograd. If code writes a value that requires
+    a gradient to ``logits.data``, then ``logits.data`` requires a gradient, and ``logits`` does
+    not.
     """
     data: DeferredLogits = func(view)
     # Without a node first: that of a view which a write made stale would raise.

@@ -1,8 +1,8 @@
 """Compute the logits of an output projection that DTensor splits over ranks, on all ranks together.
 
 Each rank has a shard of the projection's weight. A read on only one rank, for example to print a
-sample on rank 0, would wait for the other ranks forever, so it raises an error immediately. Call
-`full_tensor()` on every rank instead, as for a DTensor.
+sample on rank 0, would wait for the other ranks forever. So such a read raises an error
+immediately. Call ``full_tensor()`` on every rank instead, as for a DTensor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _asking: list[bool] = []
 
 @contextmanager
 def all_ranks_ask() -> Iterator[None]:
-    """While this context is active, allow code to read logits of an output projection that is
-    split over ranks; every rank must enter the context.
+    """In this context, allow code to read logits of an output projection that is split over ranks.
+
+    Every rank must enter the context.
     """
     _asking.append(True)
     try:
@@ -45,8 +46,9 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """If a tensor has changed on at least one rank, return, on all ranks, a sentence about this
-        tensor, otherwise None; all ranks must call this function.
+        """Return a sentence about a changed tensor on all ranks if one rank found a change.
+
+        Return None if no rank found a change. All ranks must call this function.
         """
         if not _asking:
             raise ShardedLogitsError(

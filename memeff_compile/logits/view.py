@@ -40,9 +40,10 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a deferred tensor in new memory. If the present values are already computed,
-        `function` computes the new values from them; otherwise the steps in `recipe` compute the
-        new values from hidden states."""
+        """Return a deferred tensor in new memory.
+
+        If the present values are already computed, ``function`` computes the new values from them.
+        Otherwise the steps in ``recipe`` compute the new values from hidden states."""
 
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that autograd treats as a view of the deferred logits."""

@@ -24,9 +24,10 @@ _modules: list[str] = []  # modules that add to the table
 
 
 class _BesideQuantizers(MetaPathFinder):
-    """An import finder: right after Python has imported transformers' table of quantizers, the
-    finder imports the modules of this package that add quantizers to the table.
-    """
+    """An import finder that adds this package's quantizers to transformers' table of quantizers.
+
+    Right after Python has imported the table, the finder imports the modules of this package that
+    add entries to it."""
 
     is_asking = False  # another finder, which may in turn ask all finders
 
@@ -63,8 +64,9 @@ def _load(name: str) -> None:
 
 
 def load_with_quantizers(name: str) -> None:
-    """Import the module `name`, which adds an entry to transformers' table of quantizers: now if
-    the table exists, otherwise as soon as transformers creates it."""
+    """Import the module ``name``, which adds an entry to transformers' table of quantizers.
+
+    Import it now if the table exists, otherwise as soon as transformers creates the table."""
     _modules.append(name)
     if _QUANTIZERS in sys.modules:
         _load(name)

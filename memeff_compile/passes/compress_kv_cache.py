@@ -1,5 +1,6 @@
-"""Rewrite attention over a low-bit KV cache into memeff::coded_kv_cache_attention, which reads the
-codes without decoding the whole cache.
+"""Rewrite attention over a low-bit KV cache into memeff::coded_kv_cache_attention.
+
+The op reads the codes without decoding the whole cache.
 
     before: memeff.coded_kv_cache_append(*cache, k, v, ...)
             keys, values = memeff.coded_kv_cache_view(*cache, ...)
@@ -7,7 +8,7 @@ codes without decoding the whole cache.
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The user creates the cache as a `memeff_compile.KVCache`. The pass does not move the calls that
+The user creates the cache as a ``memeff_compile.KVCache``. The pass does not move the calls that
 append to the cache. If the pass declines an attention call, the result is correct but slow, because
 every decoding step then decodes all keys and values.
 """
@@ -38,8 +39,10 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call that reads decoded keys and values, the node that decodes these keys and
-    values from a low-bit cache (the dense view), and the nodes between that node and the call.
+    """An attention call that reads decoded keys and values.
+
+    The dense view is the node that decodes these keys and values from a low-bit cache. The site
+    also has the nodes between the dense view and the call.
     """
 
     view: Node
@@ -154,8 +157,9 @@ def _is_view(node: Node) -> bool:
 
 
 def _bits(view: Node) -> int | None:
-    """Return the number of bits of a cache's codes, even if Dynamo made this number a symbol
-    because two caches have different numbers of bits.
+    """Return the number of bits of a cache's codes, even if Dynamo made this number a symbol.
+
+    The number is a symbol if two caches have different numbers of bits.
     """
     bits = compat.known_number(view.args[_POOL + 2])
     return None if bits is None else int(bits)
@@ -168,8 +172,9 @@ def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """If a node's value comes from the node that decodes a cache (the dense view), return the dense
-    view, and the nodes after the dense view that repeat heads.
+    """Return the node that decodes a cache (the dense view) if a node's value comes from it.
+
+    Also return the nodes after the dense view that repeat heads.
     """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):
@@ -247,8 +252,10 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return a Decline if another node needs the decoded keys and values, or if a node writes to
-    memory that the new attention op would read later.
+    """Return a Decline if the decoded keys and values have to be computed anyway, otherwise None.
+
+    The reasons are another node that reads them, or a node that writes to memory before the new
+    attention op would read it.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):
@@ -269,8 +276,9 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether the value of `node` reaches `end` through a few nodes, and no node outside of
-    this path uses the value or the results on the path.
+    """Return whether the value of ``node`` reaches ``end`` through a few nodes.
+
+    No node outside of this path may use the value or the results on the path.
     """
     for _ in range(cached.MAX_CHAIN):
         if node is end:

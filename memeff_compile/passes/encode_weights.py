@@ -1,23 +1,24 @@
-"""Rewrite linear layers with a compressed weight into memeff::coded_weight_linear, which keeps no
-decoded weight for the backward pass.
+"""Rewrite linear layers with a compressed weight into memeff::coded_weight_linear.
+
+The op keeps no decoded weight for the backward pass.
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
-W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without this
-pass, each linear layer would decode W, and autograd would keep every layer's decoded weight for the
-backward pass, so compression would save no memory. The op memeff::coded_weight_linear saves the
+W is a ``CodedWeight``, which ``memeff_compile.compress_`` puts in place of a dense weight. Without
+this pass, each linear layer would decode W. Autograd would keep every layer's decoded weight for
+the backward pass, so compression would save no memory. The op memeff::coded_weight_linear saves the
 compressed weight, and its backward pass decodes the weight again. The pass runs before autograd
 traces the graph, inside activation checkpoints too.
 
 In inference, two or three linear layers with the same input, such as those of queries, keys and
-values, become a single op, which launches only one kernel if the input is one token:
+values, become a single op. This op launches only one kernel if the input is one token:
 
     before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
     after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
 
 If another operation (such as an embedding or an explicit matrix product) reads a compressed weight,
-the weight is decoded before the operation. Decoding before the operation is correct but takes
-memory, and the report names the operation.
+the weight is decoded before the operation. The result is correct, but the decoded weight takes
+memory. The report names the operation.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ class EncodeWeights(GraphPass):
     name = "encode_weights"
 
     def find(self, info: GraphInfo) -> list[Several]:
-        """Group the nodes that read a compressed weight into matches: linear layers with the same
-        input form one match, and every other node forms a match alone."""
+        """Group the nodes that read a compressed weight into matches.
+
+        Linear layers with the same input form one match, and every other node forms a match alone.
+        """
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
         for node in info.visit(info.gm.graph.nodes):
@@ -95,8 +98,10 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return the reason why a linear layer cannot share one op with the given linear layers
-        (`group`), which have the same input; or an empty string.
+        """Return the reason why a linear layer cannot share one op with the layers in ``group``, or
+        "".
+
+        All these layers have the same input.
         """
         first = group[0]
         codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]

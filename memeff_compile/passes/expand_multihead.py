@@ -1,5 +1,4 @@
-"""Replace the single node of nn.MultiheadAttention by linear layers and a call of
-scaled_dot_product_attention.
+"""Replace the node of nn.MultiheadAttention by linear layers and scaled_dot_product_attention.
 
     before: out, weights = multi_head_attention_forward(x, x, x, ..., need_weights=True)
     after:  q, k, v = linear(x, w, b).unflatten(-1, (3, H, D)).permute(...).unbind(0)
@@ -7,13 +6,14 @@ scaled_dot_product_attention.
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
 PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
-the first implementation builds the attention scores and weights, even if no node reads them.
-With ``need_weights=False``, the second implementation calls scaled_dot_product_attention; if an
-attention mask and a padding mask are given, this implementation builds a separate mask per head.
+the first implementation builds the attention scores and weights, even if no node reads them. With
+``need_weights=False``, the second implementation calls scaled_dot_product_attention. If an
+attention mask and a padding mask are given, the second implementation builds a separate mask per
+head.
 
 If no node reads the attention weights, this pass inserts nodes like those of the second
-implementation, but with one mask for all heads, so that the pass ``recover_attention`` can read the
-mask. If the rewrite would save neither memory nor time, the pass does not change the node.
+implementation. The pass uses one mask for all heads, so that the pass ``recover_attention`` can
+read the mask. If the rewrite would save neither memory nor time, the pass does not change the node.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Rewrite two output projections and the divergence of their softmaxes into
-memeff::linear_divergence, which builds no N x V logits.
+memeff::linear_divergence.
+
+The op builds no N x V logits.
 
     before: s = log_softmax(linear(h, W) / T)
             with no_grad(): t = softmax(linear(g, U) / T)
@@ -9,15 +11,17 @@ memeff::linear_divergence, which builds no N x V logits.
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind (first example) computes one number per row (token), which compares the
-softmax of a student's output projection with a teacher's softmax. The teacher's logits come from
-another output projection of this graph, or exist already as a tensor. `losses/divergences.py`
-recognises the different ways to write such a divergence. If the rest of the graph only masks,
-scales and sums a divergence's numbers per row, the fused op returns the sum and its gradients, with
-four matrix products in all; otherwise the backward pass computes the logits again. A match of the
-second kind (second example) reads the log-probabilities of k classes per row (`losses/classes.py`),
-because a teacher often provides only its k most likely classes. The rest of such a loss stays in
-the graph and uses these k numbers.
+A match of the first kind (first example) computes one number per row (token). The number compares
+the softmax of a student's output projection with a teacher's softmax. The teacher's logits come
+from another output projection of this graph, or exist already as a tensor.
+``losses/divergences.py`` recognises the different ways to write such a divergence. If the rest of
+the graph only masks, scales and sums a divergence's numbers, the fused op returns the sum and its
+gradients. The op then needs four matrix products in all. Otherwise the backward pass computes the
+logits again.
+
+A match of the second kind (second example) reads the log-probabilities of k classes per row
+(``losses/classes.py``). A teacher often provides only its k most likely classes. The rest of such a
+loss stays in the graph and uses these k numbers.
 
 The pass declines if one of these conditions holds:
 
@@ -63,8 +67,10 @@ class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
-        """Yield every divergence of an output projection's softmax, every gather of several classes
-        per row, and a Decline for each `kl_div` that the pass cannot read.
+        """Yield every divergence of an output projection's softmax, and every gather of several
+        classes.
+
+        Also yield a Decline for each ``kl_div`` that the pass cannot read.
         """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
@@ -117,8 +123,10 @@ class FuseDivergence(GraphPass):
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
 
     def gain(self, info: GraphInfo, match: Divergence | Classes) -> Gain | None:
-        """Return the bytes of the student's and teacher's logits before the rewrite, and the bytes
-        of the blocks of logits that the fused op computes one at a time after the rewrite.
+        """Return the bytes of logits before and after the rewrite.
+
+        Before the rewrite, these are the student's and the teacher's logits. After the rewrite,
+        these are the blocks of logits that the fused op computes one at a time.
         """
         if isinstance(match, Divergence) and match.group.members[0] is not match:
             return None  # the first divergence of these logits has counted them
@@ -325,8 +333,9 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return those operands of the fused op that have entries for each row: the masks of a
-    divergence, or the class indices of a gather."""
+    """Return those operands of the fused op that have entries for each row.
+
+    These are the masks of a divergence, or the class indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 

@@ -1,29 +1,30 @@
 """Rewrite an embedding that shares its weight with an output projection into
-memeff::embedding_tied, which adds the embedding's gradient to the output projection's gradient of
-the weight, in place.
+memeff::embedding_tied.
+
+The op adds the embedding's gradient to the output projection's gradient of the weight, in place.
 
     before: x = embedding(ids, W);          nll, .. = memeff.linear_cross_entropy(h, W, y)
     after:  x, C = memeff.embedding_tied(W, ids, -1)
                                             nll, .. = memeff.linear_cross_entropy(h, C, y)
 
-C is a view of the table W (the weight). Because memeff::embedding_tied returns both C and the
-looked-up rows x, its backward pass gets the gradient of x and the output projection's gradient of
-C, and adds the gradient of x to the rows of the gradient of C, in place. The in-place addition
-saves an fp32 buffer as large as the table (V x D), to which Inductor would scatter the gradient of
-x.
+C is a view of the table W (the weight). memeff::embedding_tied returns both C and the looked-up
+rows x. So the op's backward pass gets the gradient of x and the output projection's gradient of C.
+The backward pass adds the gradient of x to the rows of the gradient of C, in place. The in-place
+addition saves an fp32 buffer as large as the table (V x D), to which Inductor would scatter the
+gradient of x.
 
 Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
 the previous lookup returned. If other nodes use the table, autograd adds the gradients of these
 uses as usual.
 
 If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
-memeff::embedding, whose backward pass writes the 16-bit gradient without the fp32 buffer. The
-lookup of an fp32 table without a fused output projection is not rewritten, because the buffer to
-which Inductor scatters is already the gradient.
+memeff::embedding. The backward pass of this op writes the 16-bit gradient without the fp32 buffer.
+The lookup of an fp32 table without a fused output projection is not rewritten: the buffer to which
+Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table, in the
-table's dtype, on every rank. So the pass rewrites the lookup of every large split table: each rank
-looks up the rows of its own shard, `over_ranks` makes a DTensor of the results, and the ranks'
+table's dtype, on every rank. So the pass rewrites the lookup of every large split table. Each rank
+looks up the rows of its own shard, and ``over_ranks`` makes a DTensor of the results. The ranks'
 results are summed as before:
 
     before: x = embedding(ids, W).redistribute(...)  # with W: Shard(0)
@@ -169,7 +170,7 @@ class FuseEmbeddingGradient(GraphPass):
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
         """Replace each lookup by the fused op.
 
-        If output projections use the table as their weight, the op also returns the table, and each
+        If output projections use the table as their weight, the op also returns the table. Each
         following lookup takes the table that the previous op returned. The output projections then
         read the table that the last op returns.
         """
@@ -265,8 +266,9 @@ def _unread(node: Node) -> Decline:
 
 
 def _sources(weight: Node) -> list[Node]:
-    """Return a weight and the nodes that take this rank's shard of it; a fused output projection
-    may use any of these nodes as its weight."""
+    """Return a weight and the nodes that take this rank's shard of it.
+
+    A fused output projection may use any of these nodes as its weight."""
     parts = (user for user in weight.users if user.target is part_of_rank)
     return [weight, *(part for part in parts if all(summed is None for summed in part.args[1:]))]
 
@@ -276,10 +278,11 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return the nodes after ``last`` through which fused output projections use ``weight``: the
-    fused loss op, a cast, or a slice of the classes. Casts of the table to a narrower dtype are not
-    included: with them, the gradient would be stored in the table's wider dtype during the whole
-    backward pass.
+    """Return the nodes after ``last`` through which fused output projections use ``weight``.
+
+    Such a node is the fused loss op, a cast, or a slice of the classes. Casts of the table to a
+    narrower dtype are not included. With them, the gradient would be stored in the table's wider
+    dtype during the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -311,7 +314,7 @@ def _is_made_for_heads(info: GraphInfo, node: Node, weight: Node) -> bool:
 def _is_large(info: GraphInfo, weight: Node) -> bool:
     """Return whether the buffer that the pass avoids is large enough to be worth a rewrite.
 
-    For a 16-bit table, the buffer is the fp32 tensor to which Inductor scatters the gradient; for a
+    For a 16-bit table, the buffer is the fp32 tensor to which Inductor scatters the gradient. For a
     table that is split over ranks, it is the gradient of the whole table.
     """
     value = info.tensor(weight)

@@ -1,19 +1,20 @@
-"""Rewrite linear(act(gate) * up) into memeff::gated_linear, whose backward pass overwrites gate and
-up with their gradients.
+"""Rewrite linear(act(gate) * up) into memeff::gated_linear.
+
+The backward pass of this op overwrites gate and up with their gradients.
 
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
 In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
 up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
-three, so six such tensors exist at once: at this time, a training step with checkpoints uses the
+three, so six such tensors exist at once. At this time, a training step with checkpoints uses the
 most memory. The kernel of memeff::gated_linear writes to the memory of its inputs, so only three
 such tensors exist.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
-recomputed for the backward pass and have no other reader, so memeff::gated_linear may overwrite
+recomputed for the backward pass and have no other reader. So memeff::gated_linear may overwrite
 gate and up. Outside of checkpoints, the backward pass reads saved tensors, which
-memeff::gated_linear would have to copy first, so the pass does not rewrite such linear layers. The
-report does not mention such layers.
+memeff::gated_linear would have to copy first. So the pass does not rewrite such linear layers. The
+report does not mention them.
 """
 
 from __future__ import annotations

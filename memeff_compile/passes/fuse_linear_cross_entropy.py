@@ -1,5 +1,6 @@
-"""Rewrite an output projection and its cross entropy into memeff::linear_cross_entropy, which never
-builds the N x V logits.
+"""Rewrite an output projection and its cross entropy into memeff::linear_cross_entropy.
+
+The op never builds the N x V logits.
 
     before: logits = linear(h, W)
             f = logits.float().view(-1, V)
@@ -15,10 +16,14 @@ arguments.
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one output projection and every consumer of its logits that the fused op supports:
-cross_entropy, log_softmax + nll_loss or gather, logsumexp (z-loss), and metrics of the same logits
-(argmax, entropy, losses without a gradient). Consumers that use the same rows (tokens) and targets
-share one call of the fused op. Sums and means over rows stay ATen nodes, so the mean is nan if all
-tokens of a batch are ignored, as in eager PyTorch.
+
+- cross_entropy, and log_softmax + nll_loss or gather;
+- logsumexp (z-loss);
+- metrics of the same logits (argmax, entropy, losses without a gradient).
+
+Consumers that use the same rows (tokens) and targets share one call of the fused op. Sums and means
+over rows stay ATen nodes. So the mean is nan if all tokens of a batch are ignored, as in eager
+PyTorch.
 
 The pass declines if one of these conditions holds:
 

@@ -1,21 +1,25 @@
-"""Let activation checkpoints save results that are expensive to recompute, as the option
-memeff.recompute allows.
+"""Let activation checkpoints save results that are expensive to recompute.
+
+The option memeff.recompute determines which results the checkpoints may save.
 
     before: checkpoint(block): the backward pass computes the whole block again
     after: checkpoint(block), which saves results of attention (and of linear layers, up to a
         number of bytes)
 
 The pass changes neither results nor nodes: it gives the checkpoint a policy, like the argument
-`context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention (with
-their log-sum-exps) and of linear layers; everything else is recomputed as before. If the backward
-pass reads a linear layer's result only after further linear steps, such as the rotary embedding of
-queries and keys, the checkpoint saves the result of these steps instead. That result has the same
-size, and saving it spares the backward pass more work.
+``context_fn`` of ``torch.utils.checkpoint``. The checkpoint then saves results of fused attention
+(with their log-sum-exps) and of linear layers. Everything else is recomputed as before. At times
+the backward pass reads a linear layer's result only after further linear steps, such as the rotary
+embedding of queries and keys. The checkpoint then saves the result of these steps instead. That
+result has the same size, and saving it spares the backward pass more work.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
-per byte; among results with equal time per byte, those of later blocks come first. A linear layer's
-result is not saved if the backward pass does not read it (because it is only added to the residual
-and leaves the block), or if `memeff::gated_linear` overwrites it.
+per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's
+result is not saved in these cases:
+
+- the backward pass does not read the result, because it is only added to the residual and leaves
+  the block;
+- ``memeff::gated_linear`` overwrites the result.
 """
 
 from __future__ import annotations
@@ -82,8 +86,9 @@ _MOVED = 3e12
 
 @dataclass(frozen=True)
 class Product:
-    """A result that a checkpoint could save, the bytes of the result, and an estimate of the
-    seconds of recomputation that saving it would avoid."""
+    """A result that a checkpoint could save, with its size in bytes.
+
+    ``seconds`` estimates the time of the recomputation that saving the result would avoid."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -211,12 +216,12 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield the results that fit into ``limit`` bytes, starting with those whose recomputation
-    would take the most time per byte.
+    """Yield the results that fit into ``limit`` bytes.
 
-    Among results with equal time per byte, those of later blocks come first: the backward pass
-    frees their memory before most of the weights' gradients exist. Results whose size depends on
-    the values of tensors are not included, because they could exceed any limit.
+    Results whose recomputation would take the most time per byte come first. Among results with
+    equal time per byte, those of later blocks come first. The backward pass frees their memory
+    before most of the weights' gradients exist. Results whose size depends on the values of tensors
+    are not included, because they could exceed any limit.
     """
     left = limit
     known = (product for product in products if product.bytes)
@@ -227,8 +232,9 @@ def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
 
 
 def _product(info: GraphInfo, node: Node) -> Product | Decline | None:
-    """Return a linear layer or an attention call whose result a checkpoint could save, or the
-    reason why it cannot be saved; return None for all other nodes."""
+    """Return a linear layer or an attention call whose result a checkpoint could save.
+
+    Return the reason if the result cannot be saved, and None for all other nodes."""
     call = read_one(node)
     if call is None or not _has_gradient(node):
         return None
@@ -302,8 +308,9 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops that read a node's values, also through ops that only move data; if the node
-    itself does more than move data, return its own op.
+    """Return the ops that read a node's values, also through ops that only move data.
+
+    If the node itself does more than move data, return its own op.
     """
     found: list[Any] = []
     ways, seen = [node], {node}

@@ -1,14 +1,15 @@
-"""Make Inductor compute the cosines and sines of positions (rotary tables) once, instead of again
-in the kernels of every layer.
+"""Make Inductor compute the cosines and sines of positions (rotary tables) only once.
+
+Otherwise the kernels of every layer would compute them again.
 
     before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
     after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
 
 The pass does not change any result. A cosine table is a pointwise function of the positions, and
-Inductor recomputes pointwise values in every kernel that reads them: each layer, forward and
+Inductor recomputes pointwise values in every kernel that reads them. So each layer, forward and
 backward, would compute the cosine of each angle once per head. If a node depends on the strides of
 a tensor, Inductor must store the tensor in memory. So the pass inserts a view (as_strided) that
-depends on the strides; the view has the same sizes and strides as the table, so it takes no time.
+depends on the strides. The view has the same sizes and strides as the table, so it takes no time.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def _is_wave(info: GraphInfo, node: Node) -> bool:
 
 
 def _table(info: GraphInfo, wave: Node) -> Node | None:
-    """Return the node from which layers read a table of cosines or sines: the node that computes
-    the table, or the scale or cast that follows this node.
+    """Return the node from which layers read a table of cosines or sines.
 
-    If too few layers read the node, return None.
+    This is the node that computes the table, or the scale or cast that follows this node. If too
+    few layers read the node, return None.
     """
     table = wave
     for _ in range(_MAX_STEPS):

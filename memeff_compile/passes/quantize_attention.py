@@ -1,5 +1,4 @@
-"""Rewrite attention without gradients into memeff::quantized_attention, if the user requests
-low-bit attention.
+"""Rewrite attention without gradients into memeff::quantized_attention, if the user requests it.
 
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
@@ -8,9 +7,9 @@ The pass runs after the pass recover_attention. The pass rewrites calls of PyTor
 without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
 arXiv 2411.10958.
 
-The pass is lossy and therefore opt-in: the option memeff.attention names a precision level such as
-"8b", or a table with a level for each module. If a gradient is needed,
-the pass leaves the attention exact, and the report says why.
+The pass is lossy and therefore opt-in. The option memeff.attention names a precision level such as
+"8b", or a table with a level for each module. If a gradient is needed, the pass leaves the
+attention exact, and the report says why.
 """
 
 from __future__ import annotations
@@ -73,8 +72,9 @@ class Asked:
 
 @dataclass
 class Site:
-    """An attention call: the node of the call, the node of the attention result (another one if the
-    call returns several tensors), and the call's arguments."""
+    """An attention call: its node, the node of the attention result, and the call's arguments.
+
+    The two nodes differ if the call returns several tensors."""
 
     node: Node
     call: Node
@@ -293,11 +293,9 @@ def _without_gain(
     """Return the reason why attention in low bits would not be faster than exact attention, or
     None.
 
-    Attention in low bits is faster if there are more tokens than a measured limit; a limit that the
-    user sets takes precedence.
-
-    If the number of tokens differs between calls, a guard compares it with the limit, so Dynamo
-    compiles the graph again for a call on the other side of the limit.
+    Attention in low bits is faster if there are more tokens than a measured limit. A limit that the
+    user sets takes precedence. If the number of tokens differs between calls, a guard compares it
+    with the limit. Dynamo then compiles the graph again for a call on the other side of the limit.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length

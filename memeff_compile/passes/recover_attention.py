@@ -1,18 +1,20 @@
-"""Rewrite attention calls with dense masks and repeated keys into calls with is_causal and
-enable_gqa, for which PyTorch uses faster kernels.
+"""Rewrite attention with dense masks and repeated keys into calls with is_causal and enable_gqa.
+
+PyTorch uses faster kernels for these calls.
 
     before: mask = le(arange(S)[None, :], arange(S)[:, None]).expand(B, 1, S, S)
             k, v = repeat_kv(k), repeat_kv(v)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The pass does not match the nodes of a mask against patterns: it turns them into a formula over
-batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed only if it is
-proved, for all sizes for which the graph is compiled, that with the new arguments every query
-attends to the same keys as with the mask. PyTorch's call has no arguments for padding, packed
-sequences, windows and softcaps. For such masks, and for other masks whose values are known only at
-run time, the pass calls memeff::attention, if that op has a kernel for the device. All other
-attention calls are reported and not changed.
+The pass does not match the nodes of a mask against patterns. The pass turns these nodes into a
+formula over batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed
+only if every query attends to the same keys with the new arguments as with the mask. This must be
+proved for all sizes for which the graph is compiled.
+
+PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. The values of
+some masks are known only at run time. In these cases, the pass calls memeff::attention, if that op
+has a kernel for the device. All other attention calls are reported and not changed.
 """
 
 from __future__ import annotations
@@ -116,8 +118,10 @@ class RecoverAttention(GraphPass):
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the old calls, and the nodes whose only purpose was to compute the masks and to
-        repeat the keys and values of these calls.
+        """Return the old calls, and the nodes that were needed only for the arguments of these
+        calls.
+
+        Such nodes compute the masks and repeat the keys and values.
         """
         found: set[Node] = set()
         for site, plan in zip(match.sites, match.plans, strict=True):
@@ -156,8 +160,9 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
 def _as_call(
     info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
 ) -> Plan | Decline | None:
-    """Return the rewrite of the attention into a call of PyTorch's attention without a mask, or the
-    reason why it is not possible; return None if the new call would equal the old one.
+    """Return the rewrite of the attention into a call of PyTorch's attention without a mask.
+
+    Return the reason if this is not possible, and None if the new call would equal the old one.
     """
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
@@ -218,10 +223,10 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return the arguments with which PyTorch's call can express a mask: is_causal, and the number
-    of keys to keep (None keeps all); also return text for the report.
+    """Return the arguments with which PyTorch's call can express a mask, and text for the report.
 
-    Return None if PyTorch's call cannot express the mask.
+    The arguments are is_causal and the number of keys to keep (None keeps all). Return None if
+    PyTorch's call cannot express the mask.
     """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:
@@ -286,9 +291,10 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """If a mask consists of selected rows of a stored mask, as ``mask[None, None, input_pos]``
-    does, return the name of the indices, or "" if the indices have no name. Return None for any
-    other mask.
+    """Return the name of the indices if a mask consists of selected rows of a stored mask.
+
+    An example is ``mask[None, None, input_pos]``. Return "" if the indices have no name, and None
+    for any other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
     for node in nodes:

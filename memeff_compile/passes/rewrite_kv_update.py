@@ -1,5 +1,6 @@
-"""Rewrite attention over a static KV cache into memeff::kv_cache_attention, which reads only the
-filled part of the cache.
+"""Rewrite attention over a static KV cache into memeff::kv_cache_attention.
+
+This op reads only the filled part of the cache.
 
     before: k_cache.index_copy_(2, p, k); v_cache.index_copy_(2, p, v)
             K, V = repeat_kv(k_cache), repeat_kv(v_cache)
@@ -10,9 +11,9 @@ filled part of the cache.
 The pass keeps the in-place writes to the cache, in their order. ``last`` is the last key that a
 query may attend to, so for every boolean mask the result equals attention over the whole cache. If
 the mask compares key indices with the positions of the queries, ``last`` has these positions, which
-stay on the device, and the mask is removed. Any other boolean mask, such as the one that generate()
-builds outside of the graph, is passed to memeff::kv_cache_attention, and ``last`` is computed from
-the mask once per forward pass.
+stay on the device. The mask is then removed. Any other boolean mask, such as the one that
+generate() builds outside of the graph, is passed to memeff::kv_cache_attention. In this case,
+``last`` is computed from the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -182,8 +183,9 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether the memory of ``node`` is one of ``storages``, or ``node`` is a copy (of a
-    copy) of a node whose memory is one of them.
+    """Return whether the memory of ``node`` is one of ``storages``.
+
+    A copy (of a copy) of a node with such memory counts, too.
     """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
@@ -299,8 +301,9 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` has the shape (B, 1, M, 1) or (M, 1), with B sequences and M queries;
-    B and M may be replaced by 1."""
+    """Return whether ``node`` has the shape (B, 1, M, 1) or (M, 1).
+
+    There are B sequences and M queries. B and M may be replaced by 1."""
     value = info.tensor(node)
     if value is None or value.dtype not in _INDICES:
         return False
@@ -310,8 +313,9 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
-    """Return a tensor of shape (B or 1, M or 1) with the last key that each query may attend to,
-    from the positions with which the mask compares key indices."""
+    """Return the last key that each query may attend to, as a tensor of shape (B or 1, M or 1).
+
+    The tensor is computed from the positions with which the mask compares key indices."""
     positions = visible.bound
     assert positions is not None
     has_heads = compat.example_value(positions).dim() == 4
@@ -415,8 +419,10 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    """If one op can write both the new keys and the new values, at the position of the later of the
-    two writes, return the two writes and the op's operands, otherwise None.
+    """Return the writes of the new keys and values, and the operands of one op that replaces both.
+
+    The op is inserted at the position of the later write. Return None if one op cannot replace both
+    writes.
     """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)

@@ -1,5 +1,6 @@
-"""Rewrite linear layers with quantised inputs and a ternary weight into memeff::ternary_linear,
-which multiplies packed codes with integer sums.
+"""Rewrite linear layers with quantised inputs and a ternary weight into memeff::ternary_linear.
+
+The op multiplies packed codes with integer sums.
 
     before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
             a = 1 / w.abs().mean().clamp(min=1e-5)
@@ -14,8 +15,8 @@ memeff::ternary_linear sums the products of codes exactly, whereas a dense linea
 operands first. In training, memeff::ternary_linear saves the codes for the backward pass (two bits
 per weight and eight per input element) instead of two full tensors. The backward pass decodes the
 codes to the values that the model itself would multiply. Layers with the same input share the codes
-of that input. If no gradient is needed, the pass inserts a single op instead of the three ops that
-quantise the input, pack the weight and multiply the two.
+of that input. If no gradient is needed, the pass inserts a single op. That op replaces the three
+ops that quantise the input, pack the weight and multiply the two.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ class TernarizeLinear(GraphPass):
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
-        """Yield linear layers with a rounded weight or a rounded input; then yield calls of
-        memeff::ternary_linear on packed weights that have the same input, if one call can replace
-        them.
+        """Yield linear layers with a rounded weight or a rounded input.
+
+        Then yield calls of memeff::ternary_linear on packed weights with the same input, if one
+        call can replace them.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
@@ -171,8 +173,9 @@ class TernarizeLinear(GraphPass):
         return _unread(site) or _without_estimator(info, site) or _unserved(info, site)
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
-        """Return the bytes of the tensors that autograd saves for the backward pass, before and
-        after the rewrite, or None if autograd saves no tensors."""
+        """Return the bytes of the tensors that autograd saves, before and after the rewrite.
+
+        Return None if autograd saves no tensors for the backward pass."""
         if isinstance(match, Calls) or match.products or info.called_by is not None:
             return None
         if self.check(info, match) is not None or not _is_trained(info, match.sites[0]):

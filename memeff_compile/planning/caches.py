@@ -1,5 +1,6 @@
-"""Compute, for each number of bits of a KV cache, the longest context and the largest batch that
-fit into memory together with a model's weights.
+"""Compute the longest context and the largest batch that fit into memory with a model's weights.
+
+There is one result for each number of bits of a KV cache.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def explain_cache(
     weights: str = "dense",
 ) -> CachePlan:
     """Return the longest context and the largest batch that fit into memory, for each number of
-    bits of a `KVCache`.
+    bits of a ``KVCache``.
 
     The function allocates no memory. Layers with a sliding window stay exact, whatever the number
     of bits.
@@ -115,18 +116,18 @@ def explain_cache(
         memory: memory of the GPU, in bytes or as a size such as "141GB".
         batch: the number of sequences for which the longest context is computed.
         length: the number of tokens per sequence for which the largest batch is computed.
-        scheme: as for `KVCache`.
-        group: as for `KVCache`.
-        recent: as for `KVCache`.
-        keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged but not
-            encoded.
-        weights: "dense", or a codec of `compress_`.
+        scheme: as for ``KVCache``.
+        group: as for ``KVCache``.
+        recent: as for ``KVCache``.
+        keep_first: as for ``KVCache``.
+        merge: as for ``KVCache``, a ``MiniCache`` or its name; with 16 bits, layers are merged but
+            not encoded.
+        weights: "dense", or a codec of ``compress_``.
 
     Raises:
-        ExplainError: the memory is not a size; or the model's config does not say how many layers
-            or key-value heads the model has; or keys and values have no common head dimension.
-        UnsupportedInputError: `KVCache` does not support a setting.
+        ExplainError: the memory is not a size, or keys and values have no common head dimension.
+            Also if the model's config lacks the number of layers or of key-value heads.
+        UnsupportedInputError: ``KVCache`` does not support a setting.
 
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP
@@ -347,8 +348,9 @@ def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes that a pair of merged layers needs for each older token, and the bytes that
-    the pair needs in total for a cache of `tokens` tokens.
+    """Return the bytes that a pair of merged layers needs.
+
+    The first number is for each older token, the second for a whole cache of ``tokens`` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -1,8 +1,8 @@
 """Capture a model as the backend would compile it, on tensors that have sizes but no memory.
 
-The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the device for which memory is planned. Batch size and length are plain numbers. So
-Python code that reads sizes behaves as in a real call.
+The model is copied. Weights, buffers and inputs become fake tensors on the CPU. The fake tensors
+stand for tensors on the device for which memory is planned. Batch size and length are plain
+numbers. So Python code that reads sizes behaves as in a real call.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return which sizes in the capture `other` are lengths of sequences: the length of the
-        call, and longer lengths if the model adds tokens (such as those of an image) to each
-        sequence.
+        """Return which sizes in the capture ``other`` are lengths of sequences.
+
+        These are the length of the call, and longer lengths if the model adds tokens (such as those
+        of an image) to each sequence.
         """
         told = other.at
         if told.length is None or self.at.length is None:
@@ -94,8 +95,10 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if the sizes in this capture and in `other`, as formulas in batch size and
-        length, are equal; otherwise return a sentence that names the different sizes."""
+        """Return "" if the sizes in this capture and in ``other`` are equal.
+
+        Sizes are compared as formulas in batch size and length. If sizes or operations
+        differ, return a sentence that names the difference."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:
@@ -340,8 +343,10 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the paths of parameters in the model, and the path of the module to whose forward the
-    graph belongs; after a graph break, Dynamo calls that module `self`.
+    """Return the paths of parameters in the model, and the path of one module.
+
+    This is the module to whose forward the graph belongs. After a graph break, Dynamo calls that
+    module ``self``.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):

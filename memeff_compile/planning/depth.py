@@ -162,8 +162,10 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config; in the config's lists with one entry per block, keep
-    only the entries of the remaining blocks."""
+    """Set the number of blocks in a config.
+
+    In the config's lists with one entry per block, keep only the entries of the remaining blocks.
+    """
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:
             vars(config)[name] = type(value)([value[index] for index in stack.kept])

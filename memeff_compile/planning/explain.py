@@ -56,17 +56,17 @@ def explain(
     """Report how the backend would rewrite a call of ``model``, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
-    included; the function copies the model and does not change it. If gradients are enabled, the
+    included. The function copies the model and does not change it. If gradients are enabled, the
     plan is for training.
 
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in `torch.compile(options=...)`. If the option
-            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
+        options: the backend's options, as in ``torch.compile(options=...)``. If the option
+            "memeff.weights" is a codec, plans assume that ``compress_`` compressed the weights.
         device: the device that the plan is made for: "cuda" or "cpu".
-        gpu: the name of a GPU, such as "rtx4090", for whose kernels and memory the plan is made; by
-            default, the kernels of an H100 or H200.
+        gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
+            memory; by default, for the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
 
@@ -177,11 +177,11 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the sizes of the call, and again at other sizes, to find out how the sizes
-    of buffers depend on batch size and length.
+    """Capture a model at the sizes of the call, and again at other sizes.
 
-    If a size is not proportional to the length (for example because the model rounds lengths up to
-    whole chunks), the plan holds only for the batch size and length of the call.
+    The captures show how the sizes of buffers depend on batch size and length. If a size is not
+    proportional to the length, the plan holds only for the call's sizes. For example, a model may
+    round lengths up to whole chunks.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -224,8 +224,9 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report of a capture of some blocks as a report of the whole model, in which
-    records name the modules of all blocks."""
+    """Return the report of a capture of some blocks as a report of the whole model.
+
+    The report's records name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that a path in the shortened model (which has fewer
@@ -283,13 +284,13 @@ class Explanation(VerbReport):
         Args:
             batch: sequences per GPU; by default those of the call.
             length: tokens per sequence; by default those of the call.
-            memory: the memory of one GPU, such as "80GB", for which the largest batch is computed;
-                by default the memory of the GPU that was passed to `explain`.
-            **given: the fields of `Setting`; by default one GPU and no optimizer.
+            memory: the memory of one GPU, such as "80GB", for which the largest batch is computed.
+                By default, the memory of the GPU that was passed to ``explain``.
+            **given: the fields of ``Setting``; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is not valid; or `batch` or `length` differs from the call's,
-                although the plan holds only for the call's sizes.
+            ExplainError: a setting is not valid; or ``batch`` or ``length`` differs from the
+                call's, although the plan holds only for the call's sizes.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP

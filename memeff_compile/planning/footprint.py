@@ -1,5 +1,6 @@
-"""Compute the memory of one training step as formulas in batch size and length, for each moment of
-the step at which the memory can be largest."""
+"""Compute the memory of one training step as formulas in batch size and length.
+
+There is a formula for each moment of the step at which the memory can be largest."""
 
 from __future__ import annotations
 
@@ -42,8 +43,10 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """A captured block of a model (such as a layer), identified by the list of blocks that contains
-    it and by its index among the captured blocks of this list."""
+    """A captured block of a model, such as a layer.
+
+    A block is identified by the list of blocks that contains the block, and by an index among the
+    captured blocks of this list."""
 
     stack: Stack
     place: int
@@ -161,8 +164,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 def _outside(found: Owned) -> Parts:
     """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
 
-    If a tensor belongs to one captured block that represents several equal blocks of the model, its
-    bytes are multiplied by the number of these blocks.
+    A captured block may represent several equal blocks of the model. The bytes of a tensor that
+    belongs to this block are then multiplied by the number of these blocks.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -177,8 +180,10 @@ def _expanded(parts: Parts) -> Parts:
 
 @dataclass
 class _Replay:
-    """Computes the memory during a step from the graphs of one capture: first through the forward
-    graphs, then through the backward graphs in reverse order."""
+    """Computes the memory during a step from the graphs of one capture.
+
+    The replay goes through the forward graphs, then through the backward graphs in reverse
+    order."""
 
     captured: Capture
     scale: Scale
@@ -298,9 +303,10 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield the tensors that exist at a moment in the whole model; for a moment in a captured
-        middle block, yield them for the first and for the last block that the captured one
-        represents.
+        """Yield the tensors that exist at a moment in the whole model.
+
+        A captured middle block represents several blocks. For a moment in such a block, yield the
+        tensors for the first and for the last of them.
         """
         phase, block, is_outside = place
         if block is None:
@@ -383,8 +389,10 @@ class _Replay:
         return ("other gradients" if block is None else "block gradients"), block
 
     def _gradients(self, line: Timeline, number: int) -> dict[Node, _Part]:
-        """Return the buffers of the backward graph that contain a parameter's gradient, or from
-        which such a gradient is made by rounding, adding or writing in place.
+        """Return the buffers of the backward graph that contain a parameter's gradient.
+
+        Also return the buffers from which such a gradient is made by rounding, adding or writing in
+        place.
         """
         found: dict[Node, _Part] = {}
         paths = self.captured.calls[number].parameters
@@ -442,8 +450,9 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running, and False; for an op outside of blocks,
-        return the block that ran last, and True.
+        """Return the block of the op that is running, and False.
+
+        For an op outside of blocks, return the block that ran last, and True.
         """
         for node in nodes:
             seen = self._block_of(node)

@@ -1,8 +1,8 @@
-"""Describe sizes of buffers by formulas in batch size and length, and by the values of these
-formulas at a few batch sizes and lengths.
+"""Describe sizes of buffers by formulas in batch size and length, and by the formulas' values.
 
-A graph has thousands of buffers, so this module adds up sizes by their values; it builds the
-formula of a sum only for moments at which memory can be largest.
+The values are computed at a few batch sizes and lengths. A graph has thousands of buffers, so this
+module adds up sizes by their values. This module builds the formula of a sum only for moments at
+which memory can be largest.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """A batch size and a length that are easy to recognise in products, because no other size of
-    the model is a multiple of them.
+    """A batch size and a length that are easy to recognise in products.
 
-    So the factors of a buffer's size show how it depends on batch size and length: if the batch
-    size is 11 and the length 2039, the size 11 x 2039 can only be batch size x length.
+    No other size of the model is a multiple of them. So the factors of a buffer's size show how it
+    depends on batch size and length. If the batch size is 11 and the length 2039, the size 11 x
+    2039 can only be batch size x length.
     """
 
     batch: int | None = None  # None: sizes do not show how they grow with it
@@ -52,9 +52,10 @@ class Told:
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
-        """Return a batch size and a length that differ from all constants of the model. The length
-        is about three quarters of the call's length: a length other than the call's reveals sizes
-        that grow in steps, and a shorter length is within the model's position tables.
+        """Return a batch size and a length that differ from all constants of the model.
+
+        The length is about three quarters of the call's length. A length other than the call's
+        reveals sizes that grow in steps. A shorter length is within the model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))

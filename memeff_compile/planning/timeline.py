@@ -1,17 +1,19 @@
 """Predict which buffers exist while Inductor runs a captured graph, kernel by kernel.
 
-Inductor writes a value to memory only if one of its readers cannot compute the value itself: a
-matrix product, another library op, the graph's output, or a kernel of another shape. This module
-uses a simplified form of Inductor's rules:
+Inductor writes a value to memory only if one of its readers cannot compute the value itself. Such
+readers are a matrix product, another library op, the graph's output, or a kernel of another shape.
+This module uses a simplified form of Inductor's rules:
 
-- views take no memory; a pointwise value is computed inside the kernels that read it, unless a
-  matrix product reads it, it is an output of the graph, or several readers would recompute a
-  long chain of ops;
-- ops that read the same large buffer over the same elements are fused into one kernel, if no matrix
-  product comes between them, so all results of this kernel exist at once;
-- kernels run in graph order, each as early as its first node allows; a buffer is freed after its
-  last reader; a kernel may overwrite a buffer that only this kernel reads;
-- `a @ b + c` is one library call, at the position of the addition.
+- Views take no memory.
+- A pointwise value is usually computed inside the kernels that read it. The value gets a buffer if
+  a matrix product reads it or it is an output of the graph. The value also gets a buffer if several
+  readers would recompute a long chain of ops.
+- Ops that read the same large buffer over the same elements are fused into one kernel, if no matrix
+  product comes between them. So all results of this kernel exist at once.
+- Kernels run in graph order, each as early as its first node allows.
+- A buffer is freed after its last reader. A kernel may overwrite a buffer that only this kernel
+  reads.
+- ``a @ b + c`` is one library call, at the position of the addition.
 """
 
 from __future__ import annotations
@@ -259,11 +261,11 @@ class Timeline:
         owned: Mapping[Node, Size] = MappingProxyType({}),
         transient: Transient = lambda _: sympy.Integer(0),
     ) -> Iterator[Step]:
-        """Yield one moment per kernel of a run of the graph, with the buffers that exist then;
-        `transient` returns the temporary bytes that an op allocates while it runs.
+        """Yield one moment per kernel of a run of the graph, with the buffers that exist then.
 
-        `owned` contains, with their bytes, the placeholders that are freed after the last node that
-        reads them; all other placeholders belong to the caller and are not counted.
+        ``transient`` returns the temporary bytes that an op allocates while it runs. ``owned`` maps
+        placeholders to their bytes. These placeholders are freed after the last node that reads
+        them. All other placeholders belong to the caller and are not counted.
         """
         ends: dict[int, list[Node]] = defaultdict(list)
         for buffer, step in self.last_read.items():
@@ -291,8 +293,10 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield two nodes for each buffer that a kernel writes: the node that computes the buffer's
-        values, and the node that stands for the buffer in this timeline.
+        """Yield two nodes for each buffer that a kernel writes.
+
+        The first node computes the buffer's values. The second stands for the buffer in this
+        timeline.
         """
         for node in kernel.nodes:
             if node in self.fused.inside:
@@ -362,8 +366,9 @@ class _Fusion:
             readers[node].append(node)
 
     def _is_large(self, node: Node, buffer: Node) -> bool:
-        """Return whether a buffer is large enough for fusion of the kernels that read it to save
-        time: as large as the range over which the kernels loop.
+        """Return whether fusion of the kernels that read a buffer saves time.
+
+        The buffer must be about as large as the range over which the kernels loop.
         """
         line = self._line
         shared = tensors_in(buffer.meta.get("val"))

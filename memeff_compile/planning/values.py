@@ -1,9 +1,8 @@
-"""Compute the values of fake tensors (which have no memory) if the values are known, because a
-model's control flow may depend on these values.
+"""Compute the values of fake tensors (which have no memory) if the values are known.
 
-For example, a vision-language model reads the sizes of its images from a tensor and splits tensors
-by these sizes. If a result depends only on known values, this module computes it. If a result
-depends on parameters, only its sizes are known.
+A model's control flow may depend on these values. For example, a vision-language model reads the
+sizes of its images from a tensor and splits tensors by these sizes. If a result depends only on
+known values, this module computes it. If a result depends on parameters, only its sizes are known.
 """
 
 from __future__ import annotations

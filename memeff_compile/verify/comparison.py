@@ -1,8 +1,13 @@
 """Run two graphs on the arguments of one call, and measure how much their results differ.
 
-The caller's state does not change: tensors that a graph may write to are copied, parameters are
-read through detached aliases, gradients are computed from generated output gradients, and the
-random state is restored. Hooks, modes and compilers of the caller do not see the comparison.
+The caller's state does not change:
+
+- tensors that a graph may write to are copied;
+- parameters are read through detached aliases;
+- gradients are computed from generated output gradients;
+- the random state is restored.
+
+Hooks, modes and compilers of the caller do not see the comparison.
 """
 
 from __future__ import annotations
@@ -67,9 +72,10 @@ class Verdict:
 
     @property
     def mismatches(self) -> list[Gap]:
-        """Return the gaps (differences between tensors) that are larger than allowed: first the
-        gaps of the comparison in float64, then the gaps in the model's dtypes, both sorted with the
-        largest first.
+        """Return the gaps (differences between tensors) that are larger than allowed.
+
+        The gaps of the comparison in float64 come first, then the gaps in the model's dtypes. In
+        each of the two groups, values come before gradients, each with the largest gap first.
         """
         return [*_too_far(self.exact), *_too_far(self.as_run)]
 
@@ -111,8 +117,9 @@ class Verdict:
 
 
 def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
-    """Return the gaps (differences between tensors) that are too large: first the gaps of values,
-    then the gaps of gradients, each with the largest first."""
+    """Return the gaps (differences between tensors) that are too large.
+
+    The gaps of values come first, then the gaps of gradients, each with the largest first."""
     far = (gap for gap in gaps if gap.share > 1)
     return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 
@@ -165,7 +172,7 @@ class Comparison:
         """Run the original and the rewritten graph on these arguments and compare their results,
         without changing the caller's state.
 
-        Raise NotRunError if the graph cannot be compared, or memory is too small; raise
+        Raise NotRunError if the graph cannot be compared, or memory is too small. Raise
         PostponedError if the original graph raises an error for these arguments.
         """
         reason = self._obstacle(args)
@@ -215,8 +222,10 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run the original and the rewritten graph, in the model's dtypes and in float64, and
-        compare one group of their outputs; return the names of all groups of outputs.
+        """Run the original and the rewritten graph, and compare one group of their outputs.
+
+        The graphs run in the model's dtypes and in float64. Return the names of all groups of
+        outputs.
         """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)

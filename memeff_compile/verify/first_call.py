@@ -50,8 +50,9 @@ def verified(
     graph_report: GraphReport,  # this graph's report; the verdict is added to it
     reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
-    """Return a callable that compares the original and the rewritten graph in its first call, and
-    then runs one of the two in every call."""
+    """Return a callable that compares the original and the rewritten graph in its first call.
+
+    In every call, the callable runs one of the two graphs."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
@@ -160,8 +161,9 @@ class _Verifier:
 
 
 def _to_whom(names: set[str]) -> str:
-    """Return text that tells the user what to do about a wrong rewrite: report it, or correct or
-    leave out a pass that the user wrote."""
+    """Return text that tells the user what to do about a wrong rewrite.
+
+    The user should report it, or correct or leave out a pass that the user wrote."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."

@@ -1,8 +1,8 @@
 """Copy captured graphs so that they run op by op, either unchanged or in float64.
 
-`memeff.verify` compares the rewritten graph with the original one. Both graphs are copied before
-the inner compiler gets them. The copies run with PyTorch's operations: in the model's arithmetic,
-or with every floating-point value in float64, in which rounding is negligible and two equivalent
+``memeff.verify`` compares the rewritten graph with the original one. Both graphs are copied before
+the inner compiler gets them. The copies run with PyTorch's operations, in the model's arithmetic or
+with every floating-point value in float64. In float64, rounding is negligible, and two equivalent
 graphs agree to many digits.
 """
 

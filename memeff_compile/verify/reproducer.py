@@ -1,5 +1,7 @@
-"""Write a Python program that reproduces a mismatch of `memeff.verify`: the source of the original
-and of the rewritten graph, and the inputs for which their results differ."""
+"""Write a Python program that reproduces a mismatch of ``memeff.verify``.
+
+The program has the source of the original and of the rewritten graph, and the inputs for which
+their results differ."""
 
 from __future__ import annotations
 
@@ -89,8 +91,10 @@ def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _description(tensor: Tensor) -> tuple[Any, ...]:
-    """Return text with a tensor's shape and dtype, and the range of its values if they are
-    integers, or their mean and standard deviation if they are floating-point numbers."""
+    """Return a tensor's shape and dtype, and two numbers that describe its values.
+
+    The numbers are the range of integers, or the mean and standard deviation of floating-point
+    numbers."""
     if tensor.is_floating_point():
         spread = tensor.double().std().item() if tensor.numel() > 1 else 1.0
         return tuple(tensor.shape), tensor.dtype, tensor.double().mean().item(), spread

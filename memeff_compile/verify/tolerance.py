@@ -1,16 +1,18 @@
-"""The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may be.
+"""The rule of ``memeff.verify``: how the difference of two runs is measured, and how large it may
+be.
 
-`memeff.verify` makes two comparisons. Each of the two measures the difference of two tensors by the
-Frobenius norm:
+``memeff.verify`` makes two comparisons. Each of the two measures the difference of two tensors by
+the Frobenius norm:
 
-* The first comparison runs the original and the rewritten graph in float64. In float64, rounding
-  affects only the sixteenth digit, so a difference above `EXACT` shows that the two graphs do not
-  compute the same formula.
-* The second comparison runs the original and the rewritten graph in the model's arithmetic, and
-  compares each result with the original graph's result in float64 (the truth). The error of the
-  rewritten graph may be `OWN` times the error of the original graph, plus a constant for the
-  coarsest dtype in the graph (`SLACK`). If the graph cannot run in float64, the two graphs are
-  compared with each other, and the difference may be at most this constant.
+* The first comparison runs the original and the rewritten graph in float64. There, rounding affects
+  only the sixteenth digit. So a difference above ``EXACT`` shows that the two graphs do not compute
+  the same formula.
+* The second comparison runs the original and the rewritten graph in the model's arithmetic. Each
+  result is compared with the original graph's result in float64 (the truth). The error of the
+  rewritten graph may be ``OWN`` times the error of the original graph, plus a constant. This
+  constant (``SLACK``) depends on the coarsest dtype in the graph. If the graph cannot run in
+  float64, the two graphs are compared with each other, and the difference may be at most this
+  constant.
 """
 
 from __future__ import annotations
@@ -72,8 +74,9 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the allowed error (slack) for a graph's coarsest floating-point dtype; if matrix
-    products compute in TF32 or bf16, return the slack for that format.
+    """Return the allowed error (slack) for a graph's coarsest floating-point dtype.
+
+    If matrix products compute in TF32 or bf16, return at least the slack of float16.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
@@ -84,11 +87,10 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare a value of the rewritten graph (an output, or an input to which the graph wrote) with
-    the same value of the original graph.
+    """Compare a value of the rewritten graph with the same value of the original graph.
 
-    If ``truth`` has a wider dtype than ``found``, ``own`` is the value that the original graph
-    computes in the dtype of ``found``.
+    The value is an output, or an input to which the graph wrote. If ``truth`` has a wider dtype
+    than ``found``, ``own`` is the value that the original graph computes in the dtype of ``found``.
     """
     words = _different_kind(found, truth)
     if words:
@@ -111,10 +113,11 @@ def gradient_gaps(
     tolerance: Tolerance,
     own: Sequence[Tensor | None] | None = None,
 ) -> list[Gap]:
-    """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
+    """Compare the gradients of one backward pass, one per input, in the same way as ``value_gap``.
 
-    A difference is divided by the norm of the gradient, or, if the gradient is far smaller than the
-    others, by a thousandth of the typical norm of the gradients. A missing gradient counts as zero.
+    A difference is divided by the norm of the gradient. If the gradient is far smaller than the
+    others, the difference is divided by a thousandth of the gradients' typical norm instead. A
+    missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -150,8 +153,10 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """The norms of the rewritten graph's error, of the original graph's error and of the truth (the
-    float64 result), over the elements in which the truth is finite.
+    """The norms over the elements in which the truth (the float64 result) is finite.
+
+    ``error`` is the norm of the rewritten graph's error, ``own`` that of the original graph's
+    error, and ``size`` that of the truth.
     """
 
     error: float = 0.0

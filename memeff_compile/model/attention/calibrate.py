@@ -1,17 +1,17 @@
 """Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
-During the measurement, the model runs with its usual attention. In addition, each attention call is
-also computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values,
-and compared with the exact result. The model continues with the exact result, so an error in one
-layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
+During the measurement, the model runs with its usual attention. Each attention call is also
+computed at every level (a low-bit format, such as ``8b``), on the same queries, keys and values.
+The result is compared with the exact one. The model continues with the exact result, so an error in
+one layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
-enough; the mean score does not count.
+enough. The mean score does not count.
 
-With the argument `share`, this share of the attention calls gets the more precise of two levels. To
-choose these calls, the model runs again for each call, with only this call in low bits, once at
-each of the two levels. The difference between the two changes of the model's output measures the
-harm of the less precise level. Any change in a call also makes all later layers of a 16-bit model
-round differently, most of all if the call is in an early layer; this effect cancels in the
+With the argument ``share``, this share of the attention calls gets the more precise of two levels.
+To choose these calls, the model runs again for each call, once at each of the two levels. Only this
+call then runs in low bits. The difference between the two changes of the model's output measures
+the harm of the less precise level. Any change in a call also makes all later layers of a 16-bit
+model round differently. This effect is largest for calls in early layers, and it cancels in the
 difference. A layer whose own result changes little may change the output much, and the reverse.
 """
 
@@ -58,23 +58,25 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """The result of `calibrate_attention`, a dictionary: the low-bit level of each attention
-    module, for the option `memeff.attention`.
+    """The result of ``calibrate_attention``: a dictionary with a low-bit level per attention
+    module.
 
-    It can be stored as JSON, and it has these keys:
+    Pass the dictionary as the option ``memeff.attention``, or store it as JSON. Its keys:
 
-    - `levels` maps each attention module to a level, or to a list with a level per call;
-    - `scores` contains, for each attention, level and call, the mean and standard deviation of the
-      score over inputs, and the worst score;
-    - `min_score` is the lowest acceptable score; if you passed `share`, the dictionary contains
-      `share` and `by` instead;
-    - `changes`, if `by` is "output", contains for each attention and call how much more the model's
-      output changes at the first level than at the second, as the mean over inputs.
+    - ``levels`` maps each attention module to a level, or to a list with a level per call;
+    - ``scores`` contains statistics per attention, level and call: the mean and standard deviation
+      of the score over inputs, and the worst score;
+    - ``min_score`` is the lowest acceptable score, unless you passed ``share``;
+    - ``share`` and ``by`` replace ``min_score`` if you passed ``share``;
+    - ``changes`` exists if ``by`` is "output". For each attention and call, it contains how much
+      more the model's output changes at the first level than at the second. The number is the mean
+      over inputs.
     """
 
     def __str__(self) -> str:
-        """Return how many attention modules run in low bits, and a table of all modules as text, in
-        which the module with the lowest score comes first."""
+        """Return the number of attention modules in low bits, and a table of all modules, as text.
+
+        The module with the lowest score, or with the largest change of the output, comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         by = self.get("by", "attention")
@@ -155,43 +157,44 @@ def calibrate_attention(
     by: str | None = None,
     run: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Calibration:
-    """Score each attention module of a model at each level (low-bit format), and choose the first
-    level that is good enough.
+    """Score each attention module of a model at each level (low-bit format).
 
-    A score is the cosine similarity of a level's result and the exact result, multiplied by (1 -
-    their relative L1 distance). The lowest score over all inputs counts. An attention is named by
-    the path of the module that calls it; the second attention in one call of the module has `#1`
-    appended to that name, and so on. If a module is called several times for one input, as in the
-    steps of a diffusion model, each of these calls gets a separate score and level.
+    The function chooses the first level that is good enough. A score is the cosine similarity of a
+    level's result and the exact result, multiplied by (1 - their relative L1 distance). The lowest
+    score over all inputs counts. The name of an attention is the path of the module that calls it.
+    The second attention in one call of the module has ``#1`` appended to that name, and so on. A
+    module may be called several times for one input, as in the steps of a diffusion model. Each of
+    these calls gets a separate score and level.
 
     Args:
-        model: The model to calibrate; it runs eagerly, without gradients, and is not changed.
+        model: The model to calibrate. It runs eagerly, without gradients, and is not changed.
         inputs: The inputs of each run: a mapping of keyword arguments, a tuple or list of
             arguments, or a single argument. A single mapping or tensor is one run. A run must not
             change its inputs, so pass no KV cache.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
-            `share`.
-        share: An alternative to `min_score`: the share of all calls that gets the second of two
+            ``share``.
+        share: An alternative to ``min_score``: the share of all calls that gets the second of two
             levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
-        levels: The levels to choose from, in this order, by default `8b` (INT8 scores) and `8b+f16`
-            (INT8 scores, fp16 attention weights and values); if no level reaches the score, `exact`
-            is chosen. With `share`, there must be two levels, by default `4b` (4-bit scores) and
-            `8b`; the second may be `exact`.
-        by: How `share` measures harm. "output": for each call and input, the model runs twice more,
-            with only this call at the first and at the second level. The harm is the difference
-            between the two changes of the model's output, as the mean over inputs. A change is the
-            KL divergence if the output has `logits`, otherwise the relative squared error of the
-            largest output tensor. "attention": a call with a lower worst score at the first level
-            does more harm, as in SageAttention2. By default "output" if each attention is called
-            once per input and the output contains a floating-point tensor that is the same in a
-            second run, otherwise "attention".
-        run: A function that runs the model on one input, if `model(input)` does not; for example a
-            whole sampling loop. With `by="output"`, this function must return the model's output.
+        levels: The levels to choose from, in this order. By default ``8b`` (INT8 scores) and
+            ``8b+f16`` (INT8 scores, fp16 attention weights and values). If no level reaches the
+            score, ``exact`` is chosen. With ``share``, there must be two levels, by default ``4b``
+            (4-bit scores) and ``8b``. The second may be ``exact``.
+        by: How ``share`` measures harm. "output": for each call and input, the model runs twice
+            more, with only this call at the first and at the second level. The harm is the
+            difference between the two changes of the model's output, as the mean over inputs. A
+            change is the KL divergence if the output has ``logits``, otherwise the relative squared
+            error of the largest output tensor. "attention": a call with a lower worst score at the
+            first level does more harm, as in SageAttention2. The default is "output" if each
+            attention is called once per input and a second run returns the same floating-point
+            output. Otherwise the default is "attention".
+        run: A function that runs the model on one input, if ``model(input)`` does not; for example
+            a whole sampling loop. With ``by="output"``, this function must return the model's
+            output.
 
     Returns:
-        The level of each attention module, as a value for the option `memeff.attention`; it can be
-            printed and stored as JSON.
+        The level of each attention module, as a value for the option ``memeff.attention``. The
+            result can be printed and stored as JSON.
 
     Raises:
         CalibrationError: There are no inputs, the model called no attention, or an argument is not
@@ -242,8 +245,9 @@ def calibrate_attention(
 
 
 def _note(by_call: list[list[float]], place: int, number: float) -> None:
-    """Append a number to the list of the call with index `place`; if `place` is the index after the
-    last list, first append an empty list for a new call."""
+    """Append a number to the list of the call with index ``place``.
+
+    If ``place`` is the index after the last list, first append an empty list for a new call."""
     if place == len(by_call):
         by_call.append([])
     by_call[place].append(number)
@@ -293,10 +297,12 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Add to the dictionary ``changes``, for each call in `places`, how much more the model's
-        output changes with only this call at the first level of `pair` than at the second level.
+        """Add the harm of the first level of ``pair`` to ``changes``, for each call in ``places``.
 
-        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, the
+        The model runs with only this call at the first level, and with only this call at the second
+        level. The harm is how much more the model's output changes at the first level.
+
+        Return a sentence if the output cannot be compared, otherwise None. With ``are_single``, the
         output cannot be compared if an attention was called more than once.
         """
         if self.exact is None:
@@ -322,8 +328,9 @@ class _Run:
         return None
 
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
-        """Return how much the model's output changes if the call `place` runs at a low-bit level;
-        if `place` is None, return the change between two exact runs."""
+        """Return how much the model's output changes if the call ``place`` runs at a low-bit level.
+
+        If ``place`` is None, return the change between two exact runs."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None
@@ -372,10 +379,10 @@ def _levels(
 def restart_attention_calls() -> None:
     """Make the next call of each attention module use the first level in its list of levels.
 
-    If a calibration has a list of levels for an attention module, one per call, successive calls
-    use these levels in order; after the last level, the next call uses the first level again. Call
-    this function after a loop that was interrupted; a loop that completes as many calls as there
-    were during the calibration needs no restart.
+    A calibration may have a list of levels for an attention module, one per call. Successive calls
+    use these levels in order. After the last level, the next call uses the first level again. Call
+    this function after a loop that was interrupted. A loop needs no restart if it completes as many
+    calls as the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -397,8 +404,10 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return, for each attention call, the second level if the call is in the fraction `share` of
-    calls that do most harm, otherwise the first level.
+    """Return the level of each attention call, by module.
+
+    The fraction ``share`` of calls that do most harm gets the second level. All other calls get the
+    first level.
     """
     low, high = levels
     worst = sorted(

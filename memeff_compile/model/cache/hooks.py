@@ -15,8 +15,9 @@ from memeff_compile.system import Hooks, Request, Undone
 
 
 class CacheHooks(Hooks):
-    """Hooks that make a model's `generate()` use this package's KV caches, and compile the model in
-    place so that caches of any length share the same graphs."""
+    """Hooks that make a model's ``generate()`` use this package's KV caches.
+
+    The hooks also compile the model in place so that caches of any length share the same graphs."""
 
     def wants(self, request: Request) -> bool:
         return request.kv_cache is not None

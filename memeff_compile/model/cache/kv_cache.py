@@ -62,8 +62,8 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
-            more tokens raises an error. On a GPU, the CPU does not know how many tokens the cache
-            contains; there, the logits of tokens that do not fit are nan.
+            more tokens raises an error. On a GPU, the logits of tokens that do not fit are nan: the
+            CPU does not know how many tokens the cache contains.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
@@ -74,12 +74,12 @@ class KVCache(Cache):
         keep_first: the number of a sequence's first tokens that stay exact, because in most models
             all tokens attend to them.
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
-            padding. With this mask, `keep_first` counts from the first token after the padding, and
-            scales ignore padding.
-        merge: None, ``"minicache"``, or a `MiniCache` with settings: the two layers of a pair then
-            share one direction (unit vector) for the keys, and one for the values, of each older
-            token. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
-            unless you pass the result of `fidelity_report` for your model.
+            padding. With this mask, ``keep_first`` counts from the first token after the padding,
+            and scales ignore padding.
+        merge: None, ``"minicache"``, or a ``MiniCache`` with settings. The two layers of a pair
+            then share one direction (unit vector) for the keys of each older token, and one for the
+            values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
+            unless you pass the result of ``fidelity_report`` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -151,18 +151,19 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one dictionary per pair of merged layers (layers that share directions of older
-        tokens' keys and values). This property makes the CPU wait for the device, because the
-        numbers in the dictionaries are stored on the device.
+        """Return one dictionary per pair of merged layers.
+
+        Merged layers share directions of older tokens' keys and values. The call makes the CPU
+        wait for the device, because the numbers in the dictionaries are stored on the device.
 
         Each dictionary has these keys:
 
-        - `layers`: the numbers of the pair's two layers;
-        - `merged`: the number of merged tokens;
-        - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not counting
-          the exact first tokens;
-        - `left_over`: the number of tokens per sequence and head that should have stayed unmerged
-          but did not fit into the memory for such tokens.
+        - ``layers``: the numbers of the pair's two layers;
+        - ``merged``: the number of merged tokens;
+        - ``kept``: the mean number of tokens per sequence and head that stayed unmerged, not
+          counting the exact first tokens;
+        - ``left_over``: the mean number of tokens per sequence and head that did not fit into the
+          memory for unmerged tokens.
         """
         found = []
         for layer in self.layers:
@@ -367,11 +368,11 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """From the start layer of `merge` on, replace each pair of layers that can be merged by two
-    layers that share the directions (unit vectors) of their older tokens' keys and values.
+    """Replace each pair of layers that can be merged, from the start layer of ``merge`` on.
 
-    Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    A layer with a sliding window that lies between the two layers stays exact.
+    The two new layers share the directions (unit vectors) of their older tokens' keys and values.
+    Two layers form a pair if they are consecutive among the layers that attend to all tokens. A
+    layer with a sliding window that lies between the two layers stays exact.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [
@@ -452,11 +453,11 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call of a model; even the first graphs that are compiled for it accept
-    prompts and caches of any length.
+    """Return a compiled call of a model that accepts prompts and caches of any length.
 
-    Layers with a sliding window make room for a new token before the compiled step runs, so one
-    compiled step works whether the windows are full or not.
+    Even the first graphs that are compiled for the call accept them. Layers with a sliding window
+    make room for a new token before the compiled step runs. So one compiled step works whether the
+    windows are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
@@ -625,28 +626,28 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Make every later ``model.generate(...)`` use a `KVCache`, also inside pipelines.
+    """Make every later ``model.generate(...)`` use a ``KVCache``, also inside pipelines.
 
-    A `generate` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
+    A ``generate`` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
     lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
     later calls. On a GPU, generate() itself compiles the decoding step, with this backend unless
-    you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies of the
-    model inherit the setting.
+    you choose another one. The most recent ``use_kv_cache_`` applies until you undo it. Copies of
+    the model inherit the setting.
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.
-        bits: the number of bits, as for `KVCache`.
+        bits: the number of bits, as for ``KVCache``.
         max_cache_len: the largest number of tokens that fit into a cache; by default the number
             that each call needs, rounded up.
-        settings: further settings, as for `KVCache`.
+        settings: further settings, as for ``KVCache``.
 
     Returns:
         An object that reverts the setting: call it, or use it in a ``with`` statement. The returned
         object is also a report.
 
     Raises:
-        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache: it has
-            no `generate`, is an encoder-decoder, or uses another kind of cache.
+        UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache. Such a
+            model has no ``generate``, is an encoder-decoder, or uses another kind of cache.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

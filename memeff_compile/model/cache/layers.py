@@ -114,10 +114,10 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """Return the largest number of tokens that fit into the layer (`max_cache_len`).
+        """Return the largest number of tokens that fit into the layer (``max_cache_len``).
 
-        If a buffer has one entry per token, the method takes this number from the buffer's shape,
-        so that compiled code accepts caches of any length.
+        If a buffer has one entry per token, this number comes from the buffer's shape. Compiled
+        code then accepts caches of any length.
         """
         if self.long and self.is_initialized:
             return getattr(self, self.long[0]).shape[2]  # type: ignore[no-any-return]
@@ -138,8 +138,8 @@ class InPlace(CacheLayerMixin):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, before any token is written.
 
-        If the CPU knows how many tokens the cache already contains, this method also checks whether
-        the new tokens fit; on a GPU and in a compiled graph, the CPU does not know this.
+        The new tokens alone must fit into an empty layer, unless it has a sliding window. Their
+        sizes (except the number of tokens), dtype and device must be those of the stored tokens.
         """
         new = key_states.shape[2]
         if not self.is_sliding and new > self.room:
@@ -244,8 +244,11 @@ class ExactLayer(AsTheyCome):
         self.is_empty = True
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error for tokens that do not match the cache, or that do not fit after the
-        existing tokens."""
+        """Raise an error for tokens that do not match the cache, or do not fit after its tokens.
+
+        On a GPU and in a compiled graph, the CPU does not know how many tokens the cache contains.
+        The method then does not check whether the new tokens fit after them.
+        """
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -285,8 +288,8 @@ class WindowLayer(AsTheyCome):
     """A sliding-window layer with memory for slightly more tokens than the window.
 
     New tokens are written after the existing ones. When new tokens do not fit, the layer copies the
-    tokens of the window to the front of the memory; with more memory, this happens less often. The
-    attention mask hides tokens outside of the window. The layer counts its tokens twice: on the
+    tokens of the window to the front of the memory. With more memory, this copy happens less often.
+    The attention mask hides tokens outside of the window. The layer counts its tokens twice: on the
     CPU, for masks, and on the device, for write positions. If the cache is not longer than this
     layer's memory, no token ever leaves the layer.
     """
@@ -341,8 +344,8 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
 
-        With copy_ instead, the prompt's keys and values of all layers would stay in memory at the
-        same time, which raises the peak of the GPU's memory.
+        With copy_ instead, the prompt's keys and values of all layers would stay in memory
+        together. The peak of the GPU's memory would then be higher.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -432,8 +435,9 @@ _NONE = 2
 
 
 def room_of(window: int) -> int:
-    """Return how many tokens fit into a layer with a sliding window of a given size: a sixteenth
-    more than the window, at least 16 more."""
+    """Return how many tokens fit into a layer with a sliding window of a given size.
+
+    The number is a sixteenth more than the window, and at least 16 more."""
     return window + max(16, window // 16)
 
 
@@ -463,8 +467,10 @@ class CodedLayer(InPlace):
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tensors for keys and values; raise an error if keys or values with the shape
-        and dtype of the given ones cannot be encoded.
+        """Allocate the tensors for keys and values.
+
+        Raise an error if keys or values with the shape and dtype of the given ones cannot be
+        encoded.
         """
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:

@@ -1,11 +1,16 @@
-"""The merged layers of a KVCache: the two layers of a pair store, per token and head, one common
-direction of their keys (and one of their values) and a separate length for each layer.
+"""The merged layers of a KVCache.
+
+The two layers of a pair store, per token and head, one common direction of their keys and one of
+their values. Each layer also stores a separate length.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
-exist. So when one token is appended, the lower layer first stores the token exactly; when the upper
-layer gets the same token, the upper layer merges the groups of tokens that are now complete. When
-several tokens are appended at once, the lower layer keeps them aside until the upper layer's tokens
-arrive. Other layers, with a sliding window, may run between the two layers of a pair; they are not
+exist. So the tokens wait in the lower layer:
+
+- One appended token: the lower layer stores it exactly. When the upper layer gets the same token,
+  the upper layer merges the groups of tokens that are now complete.
+- Several appended tokens: the lower layer keeps them aside until the upper layer's tokens arrive.
+
+Other layers, with a sliding window, may run between the two layers of a pair. Such layers are not
 part of this module.
 """
 
@@ -24,9 +29,9 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share, and those tokens of the lower layer that wait
-    until the upper layer gets the same tokens.
-    """
+    """The state that the two layers of a pair share.
+
+    The state includes those tokens of the lower layer that wait until the upper layer gets them."""
 
     def __init__(
         self,
@@ -61,8 +66,9 @@ class Pair:
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
-        """Return the tensors that align the two layers, in the order in which the cache ops take
-        them, or None if the layers are not aligned.
+        """Return the tensors that align the two layers, in the order of the cache ops' arguments.
+
+        The list is empty if the layers are not aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
@@ -73,8 +79,9 @@ class Pair:
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the error message for the case that a forward pass was interrupted, so that the
-        lower layer has tokens that the upper layer never got.
+        """Return the error message for an interrupted forward pass.
+
+        After such a pass, the lower layer has tokens that the upper layer never got.
         """
         lower, upper = self.numbers
         return (
@@ -84,8 +91,10 @@ class Pair:
         )
 
     def kept(self) -> dict[str, float]:
-        """Return how many tokens per sequence and head stay unmerged, not counting the exact first
-        tokens, and how many should have stayed unmerged but did not fit."""
+        """Return two numbers of tokens per sequence and head.
+
+        ``kept`` tokens stay unmerged, not counting the exact first tokens. ``left_over`` tokens
+        should have stayed unmerged but did not fit."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -113,8 +122,9 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two layers that store common directions (unit vectors) of the keys and values of each
-    older token, and separate lengths in each layer."""
+    """One of two layers that store common directions of older tokens' keys and values.
+
+    The directions are unit vectors. Each layer stores separate lengths."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -210,19 +220,20 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error for tokens that do not match the cache, or if an interrupted forward pass
-        has left different tokens in the two layers."""
+        """Raise an error if tokens do not match the cache, or if the two layers have different
+        tokens.
+
+        The layers have different tokens after an interrupted forward pass."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """In the lower layer, add a single new token to the layer's exact tokens, or keep several
-        new tokens aside until the upper layer gets the same tokens.
+        """Write new tokens; in the upper layer, also merge each group of tokens that is complete.
 
-        In the upper layer, write the layer's new tokens and the tokens that the lower layer kept
-        aside; then merge each group of tokens that is complete.
-        """
+        The lower layer adds a single new token to its exact tokens. The lower layer keeps several
+        new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
+        new tokens and those that the lower layer kept aside."""
         if not self.is_upper:
             self._write_lower(key_states, value_states)
             return
@@ -239,9 +250,9 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Add a single new token to the lower layer's exact tokens, or keep several new tokens
-        aside until the upper layer gets the same tokens.
-        """
+        """Add a single new token to the lower layer's exact tokens, or keep several tokens aside.
+
+        Tokens stay aside until the upper layer gets the same tokens."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return

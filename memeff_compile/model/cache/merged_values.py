@@ -1,8 +1,8 @@
-"""The layers of a KVCache that merge only values: the two layers of a pair store common directions
-for their values, and each layer stores its own keys.
+"""The layers of a KVCache that merge only values.
 
-Keys of two layers differ more than values do, and an error in a key changes the attention scores of
-all queries. So merging only values loses much less accuracy than merging keys and values.
+The two layers of a pair store common directions for their values, and each layer stores its own
+keys. Keys of two layers differ more than values do, and an error in a key changes the attention
+scores of all queries. So merging only values loses much less accuracy than merging keys and values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 
 
 class ValuesPair(Pair):
-    """The values that the two layers of a pair share, and those tokens of the lower layer that wait
-    until the upper layer gets the same tokens.
-    """
+    """The values that the two layers of a pair share.
+
+    The pair also has those tokens of the lower layer that wait until the upper layer gets them."""
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the shared tensors, once they exist, and the tensors (maps) that align the two
@@ -39,8 +39,10 @@ class ValuesPair(Pair):
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens, and delete the tensors that align the layers, or replace these tensors
-        by those of the fidelity report, if there is one.
+        """Remove the tokens that wait for the upper layer, and reset the tensors that align layers.
+
+        The rotations and heads become those of the fidelity report, if there is one, otherwise the
+        identity. The means become zero.
         """
         self.parked = None
         maps = self.maps()
@@ -89,12 +91,12 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """In the lower layer, add a single new token to the layer's exact tokens, or keep several
-        new tokens aside until the upper layer gets the same tokens.
+        """Write new tokens; in the upper layer, also encode and merge each group that is complete.
 
-        In the upper layer, write the layer's new tokens and the tokens that the lower layer kept
-        aside; then, for each group of tokens that is complete, encode the keys and merge the
-        values.
+        The lower layer adds a single new token to its exact tokens. The lower layer keeps several
+        new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
+        new tokens and those that the lower layer kept aside. For each complete group of tokens, the
+        upper layer encodes the keys and merges the values.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

@@ -1,5 +1,7 @@
-"""The settings for merging layers of a KV cache: which layers share the directions of their keys
-and values, and how a shared direction is computed.
+"""The settings for merging layers of a KV cache.
+
+The settings determine which layers share the directions of their keys and values, and how a shared
+direction is computed.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -41,64 +43,67 @@ class Measured(Protocol):
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """Return, for each pair of layers, the numbers of the `layers`, the `mean` cosine between
-        their keys and between their values, and under `aligned` the mean cosines after the layers
-        are aligned.
+        """Return a dictionary for each pair of layers.
+
+        The dictionary contains the numbers of the ``layers``, and the ``mean`` cosine between their
+        keys and between their values. The entry ``aligned`` contains the mean cosines after the
+        layers are aligned.
         """
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """Return the maps (tensors) that align the layers of each pair, as fitted to the report's
-        inputs.
+        """Return the maps that align the layers of each pair, as fitted to the report's inputs.
 
-        The maps are the rotations of keys and values, (H, 2, D, D), and the lower layer's head for
-        each head of the upper layer, (H,).
+        A pair has two tensors:
+
+        - (H, 2, D, D): the rotations of keys and values;
+        - (H,): the lower layer's head for each head of the upper layer.
         """
 
 
 @dataclass(frozen=True)
 class MiniCache:
-    """The settings with which a `KVCache` merges pairs of layers; `fidelity_report` measures how
-    much accuracy the merge costs.
+    """The settings with which a ``KVCache`` merges pairs of layers.
 
-    Two layers form a pair if they are consecutive among the layers that attend to all tokens.
-    A layer with a sliding window that lies between the two layers stays exact.
+    ``fidelity_report`` measures how much accuracy the merge costs. Two layers form a pair if they
+    are consecutive among the layers that attend to all tokens. A layer with a sliding window that
+    lies between the two layers stays exact.
 
     Args:
-        start_layer: layers before this one are not merged, and the first pair starts at the first
-            layer, from this one on, that attends to all tokens; by default, this is the middle
-            layer.
+        start_layer: layers before this one are not merged; by default, this is the middle layer.
+            The first pair starts at the first layer, from this one on, that attends to all tokens.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
-            are merged. Merging the last layer may cost more accuracy than any other;
-            `fidelity_report` shows the cost.
-        align: ``heads`` subtracts each layer's mean from its keys and values, pairs the heads of
-            the two layers, and rotates the upper layer's vectors towards the lower layer's before
-            they are merged; the rotations are fitted to the first tokens that the cache gets.
-            ``none`` merges without these three steps, as the paper does.
-        rule: how one direction is computed from two: ``slerp``, a point on the arc between them;
-            ``average``, their weighted mean; ``max_norm``, the direction of the longer vector.
+            are merged. Merging the last layer may cost more accuracy than any other.
+            ``fidelity_report`` shows the cost.
+        align: ``heads`` takes three steps before the merge. Each layer's mean is subtracted from
+            its keys and values. The heads of the two layers are paired. The upper layer's vectors
+            are rotated towards the lower layer's. The rotations are fitted to the first tokens that
+            the cache gets. ``none`` merges without these three steps, as the paper does.
+        rule: how one direction is computed from two. ``slerp`` takes a point on the arc between
+            them, and ``average`` their weighted mean. ``max_norm`` takes the direction of the
+            longer vector.
         t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``.
             The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
             default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
-        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors
-            in the two layers. A token stays unmerged if its distance differs from the largest
-            distance (with ``reading="similar"``, from the smallest) by at most `gamma` times the
-            range of all distances. A larger number keeps more tokens unmerged, and 1 keeps all that
-            fit.
-        retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
+        gamma: which tokens stay unmerged. A token's distance is the distance between its vectors in
+            the two layers. A token stays unmerged if its distance is near the largest distance
+            (with ``reading="similar"``, the smallest). Near means a difference of at most ``gamma``
+            times the range of all distances. A larger number keeps more tokens unmerged, and 1
+            keeps all that fit.
+        retained: the memory for unmerged tokens, as a share of ``max_cache_len``. If the memory is
             too small for all such tokens, those that differ most between the layers stay unmerged.
-        reading: which tokens stay unmerged: with ``distinct`` those that differ most between the
-            layers; with ``similar``, another interpretation of the paper's inequality, those that
-            differ least.
-        scale: the length that a merged vector gets: ``norm`` restores the vector's original length;
+        reading: which tokens stay unmerged. With ``distinct``, these are the tokens that differ
+            most between the layers. With ``similar``, another interpretation of the paper's
+            inequality, these are the tokens that differ least.
+        scale: the length that a merged vector gets. ``norm`` restores the vector's original length.
             ``projection`` uses the length with the smallest error.
         values_only: merge only values. Each layer then stores codes of its own keys. No values stay
-            unmerged, except those of the first tokens, and `gamma`, `retained` and `reading` have
-            no effect.
-        fidelity: the result of `fidelity_report` for the model. Without this report, creating a
-            cache with merged layers shows a warning, and raises an error if the cache would merge
-            keys of layers that have other layers between them. With this report, the cache
-            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
+            unmerged, except those of the first tokens, and ``gamma``, ``retained`` and ``reading``
+            have no effect.
+        fidelity: the result of ``fidelity_report`` for the model. Without this report, creating a
+            cache with merged layers shows a warning. Creating the cache raises an error if other
+            layers lie between two layers whose keys would be merged. With this report, the cache
+            raises an error for a pair of layers whose mean cosine is below the threshold ``ALIKE``.
             The report's rotations are used if the cache's first tokens are too few to fit
             rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
@@ -164,8 +169,9 @@ class MiniCache:
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged tokens fit into a cache with a length of `tokens`; with the
-        default settings, 328 fit into a cache with a length of 32768.
+        """Return how many unmerged tokens fit into a cache with a length of ``tokens``.
+
+        With the default settings, 328 fit into a cache with a length of 32768.
         """
         return math.ceil(self.retained * tokens)
 
@@ -183,8 +189,8 @@ _EXPECTED = {
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
     """Raise an error if the layers to merge are not similar.
 
-    If their similarity was not measured, warn the user; but raise an error if the cache would merge
-    the keys of layers that are not adjacent.
+    If their similarity was not measured, warn the user. If in this case the cache would merge the
+    keys of layers that are not adjacent, raise an error.
     """
     if merge.force:
         return
@@ -258,7 +264,8 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Among the layers whose entry in `kinds` is not None, return every pair of neighbours with
-    equal entries; a layer may belong to two pairs."""
+    """Return every pair of neighbours with equal entries in ``kinds``; a layer may be in two pairs.
+
+    Neighbours are consecutive among the layers whose entry in ``kinds`` is not None."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -1,9 +1,11 @@
-"""Reuse the KV caches of generate(), so that the addresses of their tensors are the same in every
-call.
+"""Reuse the KV caches of generate(), so that their tensors have the same addresses in every call.
 
 The CUDA graph of a decoding step depends on the addresses of its cache, and compiled code depends
-on the cache's sizes. So lengths are rounded up to a few sizes, tensors are allocated before the
-first prompt runs, and a cache that is no longer in use is emptied and reused.
+on the cache's sizes. So this module does three things:
+
+- it rounds lengths up to a few sizes;
+- it allocates tensors before the first prompt runs;
+- it empties and reuses a cache that is no longer in use.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ def _pairs_halves(name: str) -> bool:
 
 
 def angles_of(config: Any, depth: int) -> Tensor | None:  # noqa: ANN401
-    """Return a tensor of shape (D / 2,); element i is the angle by which channels i and i + D / 2
-    of a key are rotated from one position to the next.
+    """Return the angles by which the channels of a key rotate from one position to the next.
 
-    Return None if the angles are not known: if adjacent channels rotate together, if some channels
-    do not rotate, or if the embedding's scaling depends on the length.
+    The tensor has the shape (D / 2,). Element i is the angle of channels i and i + D / 2. Return
+    None if adjacent channels rotate together, if some channels do not rotate, or if the embedding's
+    scaling depends on the length. The angles are then not known.
     """
     text = config.get_text_config(decoder=True)
     if not _pairs_halves(type(text).__module__.replace(".configuration_", ".modeling_")):

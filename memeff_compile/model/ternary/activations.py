@@ -1,9 +1,9 @@
-"""Find the activation function of a model's gated MLPs, and replace it by the squared ReLU of
-BitNet a4.8.
+"""Find the activation function of a model's gated MLPs, and replace it by BitNet a4.8's squared
+ReLU.
 
-BitNet a4.8 is designed for `down(relu(gate(x)) ** 2 * up(x))`. Model classes use different names
+BitNet a4.8 is designed for ``down(relu(gate(x)) ** 2 * up(x))``. Model classes use different names
 for the layers of a gated MLP. So this module runs each MLP's forward with its layers replaced by
-stand-ins that return known numbers; the results show which module is the activation function.
+stand-ins that return known numbers. The results show which module is the activation function.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return the description of a module as a gated MLP, or None if the module is not a gated MLP;
-    `roles` gives the role of each child: "gate or up", or "down".
+    """Return the description of a module as a gated MLP.
+
+    If the module is not a gated MLP, the description says why. ``roles`` gives the role of each
+    child: "gate or up", or "down".
     """
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
@@ -212,8 +214,8 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     config.
 
     Returns:
-        The new activation function of each MLP, by path, and the configs that will not name the
-        squared ReLU after the model was saved and loaded.
+        Two dictionaries by path: the new activation function of each MLP, and configs. These
+        configs will not name the squared ReLU after the model was saved and loaded.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

@@ -48,9 +48,9 @@ class SquaredReLU(nn.Module):
     """The activation function relu(x) ** 2 of BitNet a4.8's gated MLP.
 
     Attributes:
-        was: the activation function that this one replaced and that `undo` restores, or None.
-        names: the entries of the model's config that named the replaced activation function, and
-        their values.
+        was: the activation function that this one replaced and that ``undo`` restores, or None.
+        names: the entries of the model's config that named the replaced function, with their
+            values.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class SquaredReLU(nn.Module):
 
     @property
     def was(self) -> nn.Module | None:
-        """Return the activation function that the squared ReLU replaced; the replaced function is
-        not registered as a child module, because it must not be part of the model.
+        """Return the activation function that the squared ReLU replaced.
+
+        The replaced function is not registered as a child module, because it must not be part of
+        the model.
         """
         return self._was[0]
 
@@ -78,14 +80,16 @@ class TernaryLinear(nn.Linear):
     """A trainable linear layer that rounds its weight to -1, 0, 1 and its input to few bits.
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
-    scale, 1 / mean(abs(weight)), and rounds it; `kind` determines how each token's input vector is
-    quantised. Gradients pass through both roundings unchanged. For the backward pass, autograd
+    scale, 1 / mean(abs(weight)), and rounds it. ``kind`` determines how each token's input vector
+    is quantised. Gradients pass through both roundings unchanged. For the backward pass, autograd
     keeps two bits per weight and one byte per input element in memory.
 
     Attributes:
         kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the
-            elements with the largest magnitudes, 0 for the others); you may change it at any time.
-        was_dense: whether `ternarize_` created the module from an nn.Linear, which `undo` restores.
+            elements with the largest magnitudes, 0 for the others). You may change ``kind`` at any
+            time.
+        was_dense: whether ``ternarize_`` created the module from an nn.Linear, which ``undo``
+            restores.
 
     Example:
         >>> TernaryLinear(64, 128, kind="int4")  # doctest: +SKIP

@@ -1,8 +1,9 @@
 """Save and load packed ternary models with transformers' save_pretrained and from_pretrained.
 
 config.json lists the packed linear layers, and from_pretrained creates these layers before it loads
-weights. transformers imports this module together with its own quantizers, before its model classes
-are imported. So this module imports large modules only when a packed model is used.
+weights. transformers imports this module together with its own quantizers. The model classes of
+transformers are imported later. So this module imports large modules only when a packed model is
+used.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class PackedTernaryQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        One packed linear layer is also saved with an empty tensor as its `weight`. Without this
+        One packed linear layer is also saved with an empty tensor as its ``weight``. Without this
         tensor, a process in which this quantizer is not registered would silently load random dense
-        weights; with it, transformers raises an error, because the shape of the weight is wrong.
+        weights. With it, transformers raises an error, because the shape of the weight is wrong.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):

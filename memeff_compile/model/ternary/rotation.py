@@ -1,10 +1,13 @@
 """Rotate the hidden states of a dense model before it gets ternary weights (rotate_hidden_states_).
 
-Quantisers of four bits lose much of a token if a few channels are much larger than the others, and
-trained decoders have such channels. The weights of norms can be multiplied into the linear layers
+Quantisers of four bits lose much of a token if a few channels are much larger than the others.
+Trained decoders have such channels. The weights of norms can be multiplied into the linear layers
 that read the norms' outputs. Then the model computes the same function after any rotation of its
-hidden states, if the rotation is multiplied into the embedding, into the linear layers that read
-hidden states, and into the linear layers that write them (SliceGPT, QuaRot).
+hidden states (SliceGPT, QuaRot). For this, the rotation is multiplied into the weights of:
+
+- the embedding;
+- the linear layers that read hidden states;
+- the linear layers that write hidden states.
 """
 
 from __future__ import annotations
@@ -46,18 +49,19 @@ _PARTS = {
 
 
 def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
-    """Rotate the hidden states of a dense model in place, so that quantisers lose less; return the
-    model.
+    """Rotate the hidden states of a dense model in place, so that quantisers lose less.
 
-    The logits stay the same, up to rounding. Call this function before `ternarize_(model, "a4.8")`
-    and before you create the optimizer. The model must have the structure of Llama, Mistral, Qwen2
-    or Qwen3 in transformers; the function raises an error for other models and leaves them
-    unchanged. The function also compares the logits before and after the rotation, in float32.
-    Meanwhile, the main memory has a copy of the weights, and the model's device has a float32 copy
-    of 16-bit weights; so rotate a large model before you move it to a GPU.
+    The function returns the model. The logits stay the same, up to rounding. Call this function
+    before ``ternarize_(model, "a4.8")`` and before you create the optimizer. The model must have
+    the structure of Llama, Mistral, Qwen2 or Qwen3 in transformers. The function raises an error
+    for other models and leaves them unchanged.
+
+    The function also compares the logits before and after the rotation, in float32. Meanwhile, the
+    main memory has a copy of the weights, and the model's device has a float32 copy of 16-bit
+    weights. So rotate a large model before you move it to a GPU.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
-    multiplied into it, and `config.tie_word_embeddings` becomes False. `undo` cannot restore the
+    multiplied into it. ``config.tie_word_embeddings`` becomes False. ``undo`` cannot restore the
     weights.
 
     Args:
@@ -81,9 +85,11 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
 
 
 def rotation(size: int, seed: int = 0) -> Tensor:
-    """Return an orthogonal fp64 matrix: random signs times a Hadamard matrix of the largest power
-    of two that divides `size`, in a Kronecker product with a random rotation of the remaining
-    factor.
+    """Return an orthogonal fp64 matrix: random signs times a Kronecker product.
+
+    The product's first factor is a Hadamard matrix. The matrix has as many rows as the largest
+    power of two that divides ``size``. The second factor is a random rotation of the remaining
+    size.
     """
     draw = torch.Generator().manual_seed(seed)
     power = size & -size
@@ -184,10 +190,10 @@ class _Plan:
 
 @contextmanager
 def _same_logits(plan: _Plan) -> Iterator[None]:
-    """At the end of this context, if the model's logits have changed, restore the model and raise
-    OptionError; also restore the model after any other error.
+    """At the end of this context, raise OptionError if the model's logits have changed.
 
-    In this context, the model is in eval mode.
+    The model is restored before this error and after any other error. In this context, the model is
+    in eval mode.
     """
     model, head = plan.model, plan.head.weight
     count = model.config.vocab_size

@@ -24,21 +24,22 @@ _RATES = ("initial_lr", "max_lr", "min_lr")
 
 
 class TernaryStages:
-    """The two training stages of BitNet a4.8: linear layers quantise their inputs to 8 bits for
-    most of the training, and then in the formats of the recipe "a4.8".
+    """The two training stages of BitNet a4.8.
 
-    The optimizer state remains valid, because the parameters remain the same objects. The switch to
-    the second stage changes an attribute of each linear layer, so a compiled model is compiled once
-    more.
+    In the first stage, which is most of the training, linear layers quantise their inputs to 8
+    bits. In the second stage, the recipe ``second`` applies, by default "a4.8". The optimizer state
+    remains valid, because the parameters remain the same objects. The switch to the second stage
+    changes an attribute of each linear layer, so a compiled model is compiled once more.
 
     Args:
-        model: A model that `ternarize_` can change, or has already changed.
+        model: A model that ``ternarize_`` can change, or has already changed.
         steps: The number of steps of the whole training.
         share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`; `kinds` applies to the second stage, `skip` to both stages.
-        activation: As in `ternarize_`, for both stages; the paper uses "relu2".
-        low_bit_heads: As in `ternarize_`, for the second stage.
+        kinds, skip: As in ``ternarize_``; ``kinds`` applies to the second stage, ``skip`` to both
+            stages.
+        activation: As in ``ternarize_``, for both stages; the paper uses "relu2".
+        low_bit_heads: As in ``ternarize_``, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             parameter group.
         scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's
@@ -111,9 +112,9 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the stored number of steps, in the stage to which the next step belongs.
 
-        You may load the states of optimizer and scheduler before or after this call. The states of
-        optimizer and scheduler contain the learning rate and weight decay of the stage in which
-        they were saved, and this call does not change these two numbers.
+        You may load the states of optimizer and scheduler before or after this call. These states
+        contain the learning rate and weight decay of the stage in which they were saved. This call
+        does not change these two numbers.
         """
         self.done = state["done"]
         self._set_stage()

@@ -83,39 +83,38 @@ def ternarize_(
 ) -> Model:
     """Replace the linear layers of a model by trainable ternary ones, in place; return the model.
 
-    `verb_report(model)` lists the layers and how each of them quantises its input tokens.
+    ``verb_report(model)`` lists the layers and how each of them quantises its input tokens.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
-    dicts of the model remain valid. Output projections (`get_output_embeddings()`, `lm_head`) and
-    linear layers that share their weight with an embedding stay dense. If the model is already
-    ternary, this call only changes how inputs are quantised, as at the start of the second stage of
-    BitNet a4.8 (see `TernaryStages`).
+    dicts of the model remain valid. Output projections (``get_output_embeddings()``, ``lm_head``)
+    and linear layers that share their weight with an embedding stay dense. If the model is already
+    ternary, this call only changes how inputs are quantised. The second stage of BitNet a4.8 begins
+    with such a call (see ``TernaryStages``).
 
     Args:
-        model: Any module; its linear layers of the exact class `nn.Linear` are changed.
-        recipe: how linear layers quantise their inputs: "b1.58" (INT8 in all layers), "a4.8" (INT4
-            in the query, key, value, gate and up projections; in the attention output projection,
-            INT8 for the half of the elements with the largest magnitudes; INT8 in the down
-            projection), or "a4.8-fp4" (FP4 in all projections except the down projection, which has
-            INT8).
+        model: Any module; its linear layers of the exact class ``nn.Linear`` are changed.
+        recipe: how linear layers quantise their inputs. "b1.58": INT8 in all layers. "a4.8": INT4
+            in the query, key, value, gate and up projections, INT8 in the down projection. The
+            attention output projection gets INT8 for the half of the elements with the largest
+            magnitudes. "a4.8-fp4": INT8 in the down projection, FP4 in all others.
         kinds: A mapping from patterns of module paths to "int8", "int4", "fp4" or "topk8" (INT8 for
             the half of the elements with the largest magnitudes). This mapping overrides the
             recipe. Modules whose names the recipe does not know must be in this mapping. If several
             patterns match a path, the first pattern counts.
         skip: Patterns for paths of modules that stay dense.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
-            the model's config; you must train the model afterwards. None leaves activation
+            the model's config. You must train the model afterwards. None leaves activation
             functions unchanged, and the report names the activation functions for which the paper's
             recipe was not designed.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
-            `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
+            ``use_low_bit_heads_`` as a mapping. None leaves attention unchanged.
 
     Raises:
-        OptionError: The recipe or a kind is unknown, or the model does not fit: it has no linear
-            layer to change, or one whose name the recipe does not know. A linear layer with hooks
-            or parametrisations also raises this error, because they would be lost. So does an MLP
-            without an activation function that can be replaced, if `activation` is passed, and
-            attention that cannot get low-bit heads, if `low_bit_heads` is passed.
+        OptionError: The recipe or a kind is unknown. The model has no linear layer to change, or
+            one whose name the recipe does not know. A linear layer with hooks or parametrisations
+            also raises this error, because they would be lost. If you pass ``activation``, so does
+            an MLP without an activation function that can be replaced. If you pass
+            ``low_bit_heads``, so does attention that cannot get low-bit heads.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
@@ -330,8 +329,9 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
 
 
 def _role_of(path: str) -> str:
-    """Return the role of a linear layer in its transformer block, such as "down", found by the
-    layer's name; return "" if the name is unknown."""
+    """Return the role of a linear layer in its transformer block, such as "down".
+
+    The layer's name tells the role. Return "" if the name is unknown."""
     parts = path.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))  # the longest first
     return next((_ROLE_OF[end] for end in ends if end in _ROLE_OF), "")
@@ -380,22 +380,23 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     The function returns the model.
 
-    `verb_report(model)` lists the linear layers and their sizes in bytes.
+    ``verb_report(model)`` lists the linear layers and their sizes in bytes.
 
-    The full-precision weights are freed; packed weights take an eighth of the memory of bf16
-    weights. The function packs the linear layers that `ternarize_` makes, and the linear layers of
-    transformers' BitNet models: `AutoBitLinear`, online and offline, and the packed `BitLinear`.
-    Some of these classes in transformers multiply the codes by their scale, others divide; a packed
-    layer always divides. `save_pretrained` saves packed transformers models, and `from_pretrained`
-    loads them in packed form after memeff_compile was imported. To load a state dict, create the
-    model, call `ternarize_` and `pack_ternary_` on it, and then load.
+    The full-precision weights are freed. Packed weights take an eighth of the memory of bf16
+    weights. The function packs the linear layers that ``ternarize_`` makes. The function also packs
+    the linear layers of transformers' BitNet models: ``AutoBitLinear``, online and offline, and the
+    packed ``BitLinear``. Some of these classes in transformers multiply the codes by their scale,
+    others divide. A packed layer always divides. ``save_pretrained`` saves packed transformers
+    models, and ``from_pretrained`` loads them in packed form after memeff_compile was imported. To
+    load a state dict, create the model, call ``ternarize_`` and ``pack_ternary_`` on it, and then
+    load.
 
     Args:
         model: Any module that contains ternary linear layers.
         layers: Further classes of linear layers to pack, each with the kind of its input
-            quantisation: "int8", "int4", "fp4" or "topk8" (INT8 for the half of the elements with
-            the largest magnitudes). The classes must be subclasses of nn.Linear that quantise
-            weights by their mean absolute value.
+            quantisation. The kinds are "int8", "int4", "fp4" and "topk8" (INT8 for the half of the
+            elements with the largest magnitudes). The classes must be subclasses of nn.Linear that
+            quantise weights by their mean absolute value.
 
     Raises:
         OptionError: There is no linear layer to pack, or one has hooks or parametrisations.

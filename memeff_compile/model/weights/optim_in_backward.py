@@ -2,18 +2,18 @@
 LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
-encoded again in one step, so no second copy of it exists. The update is computed by the optimizer
-that the factory returns; the results are bit for bit the same as if the weights were dense. For
-plain SGD on a GPU, one kernel decodes and updates the weight, and writes the new weight to the
-gradient's memory, if no other tensor uses this memory.
+encoded again in one step, so no second copy of it exists. The optimizer that the factory returns
+computes the update. The results are bit for bit the same as if the weights were dense. For plain
+SGD on a GPU, one kernel decodes and updates the weight. If no other tensor uses the gradient's
+memory, the kernel writes the new weight to this memory.
 
 A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
 the reduction. FSDP2 reduces each gradient once per backward pass, because autograd first adds up
 the gradient of the gathered weight.
 
 Between updates, the CPU does not wait for the GPU. The codes of a weight's new value are written to
-the memory of the old codes, and the CPU checks later whether they fitted. If the new codes did not
-fit, the GPU has already copied the new value to a spill buffer in CPU memory.
+the memory of the old codes. The CPU checks later whether they fitted. If the new codes did not fit,
+the GPU has already copied the new value to a spill buffer in CPU memory.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """A queue of new values of weights, the oldest first, for which the CPU does not know yet
-    whether their codes fitted into the memory of the old codes.
+    """A queue of new values of weights, the oldest first, whose codes may not have fitted.
 
-    If the codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU
-    memory, and the value is later encoded again from this copy. The CPU can run ahead of the GPU by
-    as many weights as the spill buffers can hold.
+    The codes of a new value are written to the memory of the old codes. The CPU does not know yet
+    whether the codes in this queue fitted. If the codes of a value do not fit, the GPU copies the
+    value to a ring of spill buffers in CPU memory. The value is later encoded again from this copy.
+    The CPU can run ahead of the GPU by as many weights as the spill buffers can hold.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -108,8 +108,9 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return the start of a free region of `count` elements in the ring; the used region of the
-        ring extends from its tail to its head.
+        """Return the start of a free region of ``count`` elements in the ring, or None.
+
+        The used region of the ring extends from its tail to its head.
         """
         if not self._waiting:
             return 0
@@ -172,8 +173,10 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a weight's new value to the queue; before the backward pass ends, `settle` checks
-        whether the codes of this value fitted into the memory of the weight's old codes.
+        """Add a weight's new value to the queue.
+
+        Before the backward pass ends, ``settle`` checks whether the codes of this value fitted into
+        the memory of the weight's old codes.
         """
         if value.is_settled:
             return
@@ -183,8 +186,10 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until the CPU knows, for each new value in the queue, whether its codes fitted into
-        the memory of the old codes; encode again each value whose codes did not fit.
+        """Wait until the CPU knows which new values in the queue have codes that did not fit.
+
+        Codes must fit into the memory of the old codes. Encode each value again whose codes did not
+        fit.
         """
         with self.lock:
             self._encode()
@@ -462,8 +467,9 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Move the variable-length lists in the codes of all weights to larger shared allocations,
-        if the list of at least one weight has outgrown its memory.
+        """Move the variable-length lists in the codes of all weights to larger shared allocations.
+
+        Nothing moves unless the list of at least one weight has outgrown its memory.
         """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)
@@ -543,21 +549,21 @@ def optim_in_backward(
 ) -> BackwardOptimizer:
     """Update every trainable weight during the backward pass, as soon as its gradient exists.
 
-    After `loss.backward()`, all weights are updated and all gradients are freed. Global-norm
-    clipping is therefore impossible: `clip_grad_norm_` would see no gradients; instead, `max_norm`
-    clips the gradient of each parameter by its own norm.
+    After ``loss.backward()``, all weights are updated and all gradients are freed. Global-norm
+    clipping is therefore impossible, because ``clip_grad_norm_`` would see no gradients. Instead,
+    ``max_norm`` clips the gradient of each parameter by its own norm.
 
     Args:
-        model: a model with compressed or dense weights, or both; FSDP2 may shard dense weights; DDP
+        model: a model with compressed or dense weights, or both. FSDP2 may shard dense weights. DDP
             is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
-        accumulate: the number of gradients per update, counted per parameter: if a backward pass
+        accumulate: the number of gradients per update, counted per parameter. If a backward pass
             computes no gradient for a parameter, the parameter's update comes correspondingly
-            later. If `accumulate` is more than one, dense gradients stay in memory until the
+            later. If ``accumulate`` is more than one, dense gradients stay in memory until the
             update, as in usual training.
-        max_norm: the largest allowed norm of each parameter's gradient; a gradient with a larger
+        max_norm: the largest allowed norm of each parameter's gradient. A gradient with a larger
             norm is scaled down.
-        settings: arguments of the optimizer class, such as `lr`.
+        settings: arguments of the optimizer class, such as ``lr``.
 
     Returns:
         An optimizer object for schedulers, checkpoints and training loops.

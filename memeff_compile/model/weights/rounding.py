@@ -1,12 +1,11 @@
-"""Round weights to few mantissa bits with regard to their inputs, so that products with the inputs
-lose less precision.
+"""Round weights to few mantissa bits so that products with their inputs lose less precision.
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
 weights. A model's quality, however, depends on the error of the products of weights and inputs. So
-after this module has rounded a column of the weight, the module changes the columns that are not
-rounded yet, so that these columns compensate the rounding error. The changes are computed with the
-inverse of the inputs' Gram matrix, as in GPTQ (arXiv 2210.17323). Each number of the rounded
-weight has the requested number of mantissa bits, so encoding the weight loses nothing more.
+after rounding a column of the weight, this module changes the columns that are not rounded yet.
+These columns then compensate the rounding error. The changes are computed with the inverse of the
+inputs' Gram matrix, as in GPTQ (arXiv 2210.17323). Each number of the rounded weight has the
+requested number of mantissa bits, so encoding the weight loses nothing more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """Describe an attention mask as a formula over batch, query and key index.
 
-A tensor is described by its shape and one scalar: a formula that gives the element at any index. An
-integer scalar is a sum of axis indices, sizes and elements of other tensors (:class:`Linear`). A
-boolean scalar is a formula over such sums, and a floating-point scalar is a list of cases, each
-with a condition and a number. To describe a view, a broadcast or a gather, this module substitutes
-axis indices in the formula. The module never reads the elements of a tensor.
+A tensor is described by its shape and one scalar: a formula that gives the element at any index.
+The kinds of scalars:
+
+- integer: a sum of axis indices, sizes and elements of other tensors (:class:`Linear`);
+- boolean: a formula over such sums;
+- floating point: a list of cases, each with a condition and a number.
+
+To describe a view, a broadcast or a gather, this module substitutes axis indices in the formula.
+The module never reads the elements of a tensor.
 
 A condition is replaced by true or false only if this is proved for all sizes, including symbolic
 ones. The module :mod:`mask_forms` recognises known masks by their formulas.
@@ -39,11 +43,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Read:
-    """The element of a graph node's tensor at an index; formulas contain such an element as an
-    unknown.
+    """The element of a graph node's tensor at an index; an unknown in formulas.
 
-    Two reads of the same element with different ``moment`` may have different values, because the
-    graph writes to the tensor's memory between the two moments.
+    Two reads of the same element with different ``moment`` may have different values: the graph
+    writes to the tensor's memory between the two moments.
     """
 
     node: Node
@@ -102,13 +105,15 @@ class Linear:
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the smallest value of the sum over all indices of a given shape, or None if the
-        value depends on an element of a tensor."""
+        """Return the smallest value of the sum over all indices of a given shape.
+
+        Return None if the value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value of the sum over all indices of a given shape, or None if the
-        value depends on an element of a tensor."""
+        """Return the largest value of the sum over all indices of a given shape.
+
+        Return None if the value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times > 0)
 
     def _bound(self, shape: Sequence[Size], reaches_end: Callable[[int], bool]) -> Size | None:
@@ -245,8 +250,10 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula in which TRUE replaces each condition that holds at every index of the
-    shape, and FALSE each condition that holds at no index.
+    """Return the formula, simplified for the indices of the shape.
+
+    TRUE replaces each condition that holds at every index, and FALSE each condition that holds at
+    no index.
     """
     match formula:
         case AtLeastZero(total) | IsZero(total):
@@ -318,11 +325,11 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the formula that holds for the keys that a mask makes visible (a boolean mask is true
-    for these keys, a floating-point mask adds zero to their scores).
+    """Return the formula that holds for the keys that a mask makes visible.
 
-    A floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other
-    key; if the mask adds other numbers to these scores, as a bias does, return None.
+    A boolean mask is true for visible keys, and a floating-point mask adds zero to their scores. A
+    floating-point mask must add ``MASKED`` (-65504) or a lower number to the score of every other
+    key. Return None if the mask adds other or unknown numbers to scores, as a bias does.
     """
     if isinstance(scalar, Cases):
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
@@ -365,8 +372,10 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a scalar (the formula of an element), a `Linear` or a `Read`, in which each axis index
-    that is a key of the dictionary ``by`` is replaced by that key's sum.
+    """Return a formula in which sums replace axis indices.
+
+    The formula is a scalar, a ``Linear`` or a ``Read``. The dictionary ``by`` maps each axis index
+    to its sum.
     """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
@@ -393,15 +402,17 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in a scalar (the formula of an element), a `Linear` or a `Read`;
-    its value depends on the index along these axes."""
+    """Return the axes that occur in a formula: a scalar, a ``Linear`` or a ``Read``.
+
+    The formula's value depends on the index along these axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return each `Read` (an element of a tensor) on which a scalar (the formula of an element)
-    depends, including elements that are used as an index of another tensor."""
+    """Return each ``Read`` (an element of a tensor) on which a scalar (a formula) depends.
+
+    An element that is used as an index of another tensor counts, too."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()
     return own.union(*map(reads_in, _parts_of(scalar)))
 

@@ -1,10 +1,15 @@
 """Sort the conditions of a mask's formula into bounds on positions and conditions read from
 tensors.
 
-:func:`form_of` sorts the conditions into bounds on the key's position relative to the query's,
-tables of visible keys, comparisons of sequence ids, and other conditions. A condition counts as a
-bound or a comparison only if this is proved for all sizes, including symbolic ones; otherwise the
-condition is put into the form's ``rest``.
+:func:`form_of` sorts the conditions into these kinds:
+
+- bounds on the key's position relative to the query's;
+- tables of visible keys;
+- comparisons of sequence ids;
+- other conditions, in the form's ``rest``.
+
+A condition counts as a bound or a comparison only if this is proved for all sizes, including
+symbolic ones. Otherwise the condition is put into ``rest``.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from .mask_algebra import TRUE, AtLeastZero, Axis, Formula, IsZero, Linear, Read
 
 @dataclass(frozen=True)
 class Ids:
-    """The condition that two integers are equal, for example ids of sequences: the first depends on
-    batch and query index, the second on batch and key index."""
+    """The condition that two integers, for example ids of sequences, are equal.
+
+    The first depends on batch and query index, the second on batch and key index."""
 
     query: Linear
     key: Linear
@@ -70,9 +76,10 @@ class Form:
 
     @property
     def is_sayable(self) -> bool:
-        """Return whether the arguments of memeff::attention can express the mask: it may only
-        consist of bounds on positions, at most one table of visible keys (one flag per key), and at
-        most one comparison of ids.
+        """Return whether the arguments of memeff::attention can express the mask.
+
+        The mask may have bounds on positions, one table of visible keys (one flag per key), and one
+        comparison of ids, but nothing else. Conditions on the query count as a comparison of ids.
         """
         return (
             not (self.positions or self.shifted or self.rest)
@@ -97,8 +104,9 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Sort the conditions of a mask into a `Form` (bounds, tables, comparisons and the rest); the
-    last two axes of the mask's shape are query and key."""
+    """Sort the conditions of a mask into a ``Form`` (bounds, tables, comparisons and the rest).
+
+    The last two axes of the mask's shape are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
@@ -154,9 +162,9 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a condition is a bound for the key's index, or for the key's distance from the
-    query, and this bound is an element of a tensor.
-    """
+    """Return whether a condition is a bound that an element of a tensor gives.
+
+    The condition bounds the key's index, or the key's distance from the query."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -229,8 +237,9 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether it can be proved that each query sees at least one of two keys: the key at the
-    query's own index, or the last key that the mask's bounds allow.
+    """Return whether it can be proved that each query sees at least one of two keys.
+
+    One is the key at the query's own index. The other is the last key that the mask's bounds allow.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
@@ -255,11 +264,11 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Replace comparisons of positions by comparisons of indices, for queries and keys whose ids
-    are equal.
+    """Replace comparisons of positions by comparisons of indices, for queries and keys with equal
+    ids.
 
-    ``positions`` maps each element of a tensor of sequence ids (a `Read`) to the position of the
-    same token; where two neighbouring tokens have equal ids, the position increases by one. The
+    ``positions`` maps each element of a tensor of sequence ids (a ``Read``) to the position of the
+    same token. Where two neighbouring tokens have equal ids, the position increases by one. The
     last two of the formula's ``rank`` axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` becomes ``ids[q] == ids[k] and k <= q``.

@@ -3,8 +3,8 @@ interpretation).
 
 The module :mod:`canonical` first turns each node into ATen ops. If there is no rule for a node, the
 formula contains the node's value as an unknown, which is always correct. If the graph writes to a
-tensor, the tensor is an unknown too, and is never replaced by the formula of the node that created
-the tensor.
+tensor, the tensor is an unknown too. Such a tensor is never replaced by the formula of the node
+that created it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask makes visible, as a formula over the axes of the scores, or None
-        if the mask may add other numbers than zero to visible keys, as a bias does."""
+        """Return which keys a mask makes visible, as a formula over the axes of the scores.
+
+        Return None if the mask may add other numbers than zero to visible keys, as a bias does."""
         try:
             scalar = broadcast(self.read(node), tuple(shape))
             formula = algebra.allowed_by(scalar)
@@ -94,9 +95,10 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """For each tensor of sequence ids that a formula reads, return the tensor of positions from
-        which the graph computed the ids: an id increases by one where the position does not
-        increase by one.
+        """Return the tensor of positions for each tensor of sequence ids that a formula reads.
+
+        The graph computed the ids from these positions: an id increases by one where the position
+        does not increase by one.
         """
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
@@ -165,8 +167,10 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return the value that ``node`` has when the node ``reader`` reads it; if the graph
-        writes to the memory of ``node``, that may be another value than ``node`` computed.
+        """Return the value that ``node`` has when the node ``reader`` reads it.
+
+        If the graph writes to the memory of ``node``, this may be another value than ``node``
+        computed.
         """
         if not self.info.may_be_written(node):
             return self._values[node]
@@ -196,9 +200,10 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the mask reader should apply a rule to a node. A node for which no rule exists
-    becomes an unknown; the reader then need not visit the nodes before it, which may be most of the
-    model.
+    """Return whether the mask reader should apply a rule to a node.
+
+    A node for which no rule exists becomes an unknown. The reader then need not visit the nodes
+    before it, which may be most of the model.
     """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)
@@ -328,8 +333,9 @@ def _filled(fill: Any, given: _Operands) -> Value:
 
 
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
-    """Return the mask reader's rule for an op that fills a tensor with one number; if `fill` is
-    None, the number is an argument of the call."""
+    """Return the mask reader's rule for an op that fills a tensor with one number.
+
+    If ``fill`` is None, the number is an argument of the call."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -475,8 +481,9 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return the elements of an index tensor as a sum over the result's axes; the indices must not
-    be negative, that is, must not count from the end."""
+    """Return the elements of an index tensor as a sum over the result's axes.
+
+    The indices must not be negative, that is, must not count from the end."""
     total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))
@@ -506,8 +513,10 @@ def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
 def _comparison(
     of_sums: Callable[[Linear], Formula], of_numbers: Callable[[float, float], bool]
 ) -> Callable[[_Operands], Value]:
-    """Return the mask reader's rule for a comparison operator: `of_sums` compares two integer sums,
-    given their difference ``left - right``, and `of_numbers` compares two numbers.
+    """Return the mask reader's rule for a comparison operator.
+
+    ``of_sums`` compares two integer sums, given their difference ``left - right``. ``of_numbers``
+    compares two numbers.
     """
 
     def rule(given: _Operands) -> Value:
@@ -571,8 +580,9 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the integer that a scalar (the formula of an element) stands for; the scalar must be a
-    sum with the same value at every index.
+    """Return the integer that a scalar (the formula of an element) stands for.
+
+    The scalar must be a sum with the same value at every index.
     """
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
@@ -661,8 +671,9 @@ def _where(given: _Operands) -> Value:
 
 
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
-    """Describe the result of an op that selects between two values, given the names of the op's
-    arguments: the condition, and the values for true and false.
+    """Describe the result of an op that selects between two values.
+
+    ``names`` are the names of the op's arguments: the condition, and the values for true and false.
     """
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])

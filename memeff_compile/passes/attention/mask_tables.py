@@ -35,8 +35,10 @@ class Table:
     dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
-        """Return the node that computes this table (the mask's condition on each key or query) in
-        the editor's graph; the node is inserted once for all its users.
+        """Return the node that computes this table in the editor's graph.
+
+        A table is the mask's condition on each key or query. The node is inserted once for all its
+        users.
         """
         sizes = tuple(map(str, self.sizes))
         key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
@@ -51,11 +53,12 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node after which a table (the mask's condition on each key or query) can be
-    computed, and the graph of this node, or None.
+    """Return the node after which a table can be computed, and the graph of this node.
 
-    The returned node is the last of the nodes that the table reads. If the graph changes one
-    of these tensors between its read and the returned node, return None.
+    A table is the mask's condition on each key or query. The returned node is the last of the nodes
+    that the table reads, or None if it reads none. Return None instead of both if the table reads a
+    node of a graph that is not around this one. Also return None if the graph may change one of the
+    tensors between its read and the returned node.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
@@ -97,8 +100,9 @@ class _Writer:
         self.batch, self.length = table.sizes
 
     def write(self) -> Node:
-        """Insert all nodes that compute the table (the mask's condition on each key or query), and
-        return the last one, a new contiguous tensor of shape (batch or 1, length)."""
+        """Insert all nodes that compute the table (the mask's condition on each key or query).
+
+        Return the last node, a new contiguous tensor of shape (batch or 1, length)."""
         content = self.table.content
         node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
         node = self.editor.cast(node, self.table.dtype)
@@ -182,8 +186,10 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor that a formula reads, if the tensor already has the axes of the table
-        that is written, in the same order; otherwise return None.
+        """Return the tensor that a formula reads, if it already has the axes of the new table in
+        order.
+
+        Otherwise return None. Where the formula reads only a range of the tensor, return a slice.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)

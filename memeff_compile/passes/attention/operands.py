@@ -1,10 +1,14 @@
-"""Describe an operand of attention as a node of the graph and the views that give it the shape of
-the call's argument.
+"""Describe an operand of attention as a node of the graph and views.
 
-In attention that is written as matrix products, operands may have their axes in any order, batch
-and heads may be joined to one axis, and keys may have no axis of heads.
+The views give the node the shape of the call's argument. In attention that is written as matrix
+products:
+
+- operands may have their axes in any order;
+- batch and heads may be joined to one axis;
+- keys may have no axis of heads.
+
 scaled_dot_product_attention and memeff::attention need the axes batch, heads, length and depth. The
-views are inserted only when the attention is rewritten; before that, only their shapes are stored.
+views are inserted only when the attention is rewritten. Before that, only their shapes are stored.
 """
 
 from __future__ import annotations
@@ -211,8 +215,9 @@ def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
 
 
 def permutation(node: Any, rank: int) -> list[int] | None:
-    """Return, for each axis of a transposed tensor, the position that the axis had before the
-    transpose; return None if a node is no transpose.
+    """Return, for each axis of a transposed tensor, the position of the axis before the transpose.
+
+    Return None if a node is no transpose.
     """
     call = call_of(node, aten.transpose.int, aten.permute.default)
     if call is None:

@@ -1,5 +1,7 @@
-"""Find attention in a graph: calls of scaled_dot_product_attention, and chains of matrix products
-and a softmax.
+"""Find attention in a graph: calls of scaled_dot_product_attention, and chains that compute the
+same.
+
+A chain consists of matrix products and a softmax:
 
     scores = matmul(q, k.transpose(-1, -2)) * scale
     scores = tanh(scores / softcap) * softcap [+ mask]
@@ -7,8 +9,8 @@ and a softmax.
 
 The products may be written in any way (:mod:`..graph.products`), with batch and heads as two axes
 or as one joined axis. In-place writes to the scores count as operations between the products, too.
-Such a chain of products and softmax matches only if no node outside of it uses a value that is
-computed between its two matrix products.
+A chain matches only if no node outside of it uses a value that is computed between its two matrix
+products.
 """
 
 from __future__ import annotations
@@ -487,8 +489,9 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
 
 @dataclass
 class _Read:
-    """The mask, scale and softcap that have been found so far, on the way from the softmax back to
-    the product of queries and keys.
+    """The mask, scale and softcap that have been found so far.
+
+    The search goes from the softmax back to the product of queries and keys.
     """
 
     casts: list[torch.dtype]
@@ -496,9 +499,10 @@ class _Read:
     factors: _Factors = field(default_factory=lambda: _Factors())
 
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
-        """Read one node between the softmax and the product of queries and keys, and record its
-        scale, softcap, mask or cast; return a Decline if the node does none of these, otherwise
-        None.
+        """Read one node between the softmax and the product of queries and keys.
+
+        Record its scale, softcap, mask or cast and return None. If the node does none of these,
+        return a Decline.
         """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
@@ -534,8 +538,10 @@ class _Read:
         return None
 
     def product(self, walk: _Walk, node: Node, product: Product) -> _Scores | Decline:
-        """Read the matrix product of queries and keys, and return it with the recorded mask, scale
-        and softcap; return a Decline if this product cannot be rewritten."""
+        """Read the matrix product of queries and keys, and return it with the mask, scale and
+        softcap.
+
+        Return a Decline if this product cannot be rewritten."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -568,11 +574,10 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors that are applied to the scores before the mask, listed from the mask back to the
-    product of queries and keys (softcap, tanh, scale).
+    """The factors (softcap, tanh, scale) that are applied to the scores before the mask.
 
-    The object does not record the sign of each factor, only the sign of their product, because tanh
-    is odd.
+    The factors are listed from the mask back to the product of queries and keys. The object does
+    not record the sign of each factor, only the sign of their product, because tanh is odd.
     """
 
     cap: float | None = None

@@ -1,20 +1,24 @@
-"""Rewrite attention into memeff::attention, whose arguments describe masks that the arguments of
-scaled_dot_product_attention cannot describe.
+"""Rewrite attention into memeff::attention, whose arguments can describe more masks.
+
+The arguments of scaled_dot_product_attention cannot describe these masks.
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
     after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
 
-The arguments of memeff::attention describe the mask: bounds on the key's position relative to the
-query's, one table that tells which keys are visible, and one pair of id tables (a query sees a key
-if their ids are equal). A softcap is an argument too. The pass uses these arguments only if every
-query then sees the same keys as with the mask. If the mask may hide all keys from a query,
-memeff::attention must return the same result for this query as the original graph; if that is not
-possible, the pass declines.
+The arguments of memeff::attention describe the mask:
 
-If the arguments cannot describe a mask, for example a graph input or a mask that adds numbers, the
-op's kernel reads the mask itself at run time, tile by tile. A kernel determines, once for all
-layers, which tiles of the mask hide all keys.
+- bounds on the key's position relative to the query's;
+- one table that tells which keys are visible;
+- one pair of id tables (a query sees a key if their ids are equal).
+
+A softcap is an argument too. The pass uses these arguments only if every query then sees the same
+keys as with the mask. If the mask may hide all keys from a query, memeff::attention must return the
+original graph's result for this query. If that is not possible, the pass declines.
+
+The arguments cannot describe some masks, for example a graph input or a mask that adds numbers. For
+such a mask, the op's kernel reads the mask itself at run time, tile by tile. A kernel determines,
+once for all layers, which tiles of the mask hide all keys.
 """
 
 from __future__ import annotations
@@ -87,8 +91,9 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of visible keys and the two tables of ids, or None if the graph cannot
-    compute one of these tables before the attention."""
+    """Return the table of visible keys and the two tables of ids.
+
+    Return None if the graph cannot compute one of these tables before the attention."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -122,9 +127,10 @@ def _tables(
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return the pairs of ids (of query and key) that must be equal for a query to see a key. A
-    condition on the query alone becomes such a pair, too: the query's id is the condition (0 or 1),
-    and every key has the id 1.
+    """Return the pairs of ids (of query and key) that must be equal for a query to see a key.
+
+    A condition on the query alone becomes such a pair, too. The query's id is then the condition (0
+    or 1), and every key has the id 1.
     """
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
@@ -133,8 +139,9 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 
 
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
-    """Return the result that the original graph gives for a query without any visible key, or the
-    reason why the pass does not know this result.
+    """Return the original graph's result for a query without any visible key.
+
+    Return the reason as a ``Decline`` if the pass does not know this result.
     """
     if not form.empty or mask is None:
         return "zeros"
@@ -248,9 +255,10 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return the given node with its graph; if it is an input of a checkpoint's body, also return
-    the node that the surrounding graph passes for it, and so on outwards.
-    """
+    """Return the given node with its graph, and the outer nodes for which it stands.
+
+    If the node is an input of a checkpoint's body, the surrounding graph passes another node for
+    it. That node is the next entry, and so on outwards."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -290,8 +298,10 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return the node of the mask with four axes, and the node of a tensor that says whether each
-    tile of the mask hides all keys, some or none. All layers use the same two nodes."""
+    """Return the node of the mask with four axes, and the node of a tensor of tile codes.
+
+    A code says whether a tile of the mask hides all keys, some or none. All layers use the same two
+    nodes."""
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor
@@ -382,8 +392,10 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the report's text for a table: its name, and the graph inputs from which it is
-    computed if there are one or two; return "" if there is no table."""
+    """Return the report's text for a table, or "" if there is no table.
+
+    The text is the table's name, and the graph inputs from which it is computed if there are one or
+    two."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

@@ -27,14 +27,16 @@ _LARGEST_HEAD = 256
 
 
 def why_not_grouped(info: GraphInfo, site: Site) -> str:
-    """Return the reason why an attention call without a mask would be slow with fewer key-value
-    heads than query heads (keys and values not repeated), or an empty string.
+    """Return the reason why an attention call without a mask would be slow with grouped heads, or
+    "".
 
-    On a CPU, PyTorch has one fused kernel; it supports fewer key-value heads than query heads in
-    every floating-point dtype, and is then as fast as it is with repeated keys and values. On a
-    GPU, the flash and cuDNN kernels support fewer key-value heads in 16 bits, for equal head sizes
-    up to 256 in steps of 8. The memory-efficient kernel does not support fewer key-value heads, and
-    the unfused kernel is slow.
+    With grouped heads, keys and values have fewer heads than queries and are not repeated.
+
+    - On a CPU, PyTorch has one fused kernel. This kernel supports grouped heads in every
+      floating-point dtype, and is then as fast as with repeated keys and values.
+    - On a GPU, the flash and cuDNN kernels support grouped heads in 16 bits. Head sizes must be
+      equal, a multiple of 8 and at most 256. The memory-efficient kernel does not support grouped
+      heads, and the unfused kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -61,8 +63,9 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return the reason why no fused kernel of PyTorch can compute attention that is written as
-    matrix products and a softmax, or an empty string.
+    """Return the reason why no fused kernel of PyTorch can compute an attention call, or "".
+
+    The attention is written as matrix products and a softmax.
     """
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
@@ -113,8 +116,10 @@ def kernels_chosen(
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the new result into the memory layout of the old one, if the layouts differ and a later
-    node may depend on the layout."""
+    """Copy the new result into the memory layout of the old one, if a later node may depend on it.
+
+    Return the new result unchanged if the layouts are equal or no later node depends on the layout.
+    """
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):
         return new

@@ -89,12 +89,13 @@ class Done:
 
 
 class GraphPass(ABC):
-    """The base class of passes: a pass finds matches (groups of nodes to rewrite) in a graph,
-    checks each match, and rewrites the matches that pass the check.
+    """The base class of passes.
 
-    ``find`` and ``check`` do not change the graph. ``rewrite`` edits the graph only through the
-    editor; the pipeline verifies the result, and undoes the edits of a match if the editor raises
-    an error. A match is any object that ``find`` yields and ``places`` can read, such as a node.
+    A pass finds matches (groups of nodes to rewrite) in a graph, checks each match, and rewrites
+    the matches that pass the check. ``find`` and ``check`` do not change the graph. ``rewrite``
+    edits the graph only through the editor. The pipeline verifies the result, and undoes the edits
+    of a match if the editor raises an error. A match is any object that ``find`` yields and
+    ``places`` can read, such as a node.
 
     Attributes:
         name: the name of the pass in reports, in ``memeff.skip`` and in ``memeff.strict``.

@@ -2,13 +2,13 @@
 
 Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32)`` and
 ``x.to(dtype=...)`` are three different nodes. Every pass reads nodes through :func:`read`, which
-returns the pre-dispatch ATen calls with arguments bound by schema name and defaults filled in, so a
-pass handles only one form.
+returns the pre-dispatch ATen calls. Their arguments are bound by schema name, with defaults filled
+in. So a pass handles only one form.
 
-Reading never changes the graph. A node can be read in two ways. With a table of names and schemas,
-:func:`read` reads a node in microseconds. :func:`trace` runs the node on fake operands under
-``make_fx``; the tests compare the table with this trace. If neither the table nor a trace can read
-a node, the result is None, and the pass declines the match.
+Reading never changes the graph. A node can be read in two ways. The function :func:`read` uses a
+table of names and schemas, and takes microseconds. The function :func:`trace` runs the node on fake
+operands under ``make_fx``. The tests compare the table with this trace. If neither the table nor a
+trace can read a node, the result is None, and the pass declines the match.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """A placeholder for a node that is read as several ATen calls: in the arguments of one call, it
-    stands for the result of the call before.
+    """A placeholder in the arguments of an ATen call for the result of the call before.
+
+    The placeholder is used if a node is read as several ATen calls.
     """
 
     def __repr__(self) -> str:
@@ -65,10 +66,10 @@ Reading = tuple[Call, ...]
 
 def read(node: Node) -> Reading | None:
     """Return the ATen calls to which ``node`` is equivalent, according to this module's table of
-    names, or None if the table has no entry for the node.
+    names.
 
-    For example, ``x.float()`` becomes ``(Call(aten.to.dtype, {"self": x, "dtype": float32,
-    ...}),)``.
+    Return None if the table has no entry for the node. For example, ``x.float()`` becomes
+    ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -104,8 +105,9 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Represent ``x[mask] = value`` as a call of masked_fill, if the mask has all axes of x, or all
-    axes of x after leading colons, as in ``x[:, mask]``.
+    """Represent ``x[mask] = value`` as a call of masked_fill.
+
+    The mask must have all axes of x, or all axes of x after leading colons, as in ``x[:, mask]``.
     """
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
@@ -124,8 +126,10 @@ def call_of(node: Any, *ops: OpOverload) -> Call | None:
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Starting at ``node``, follow calls of the given ops back to their first operands; return the
-    first node that is not a call of these ops, and append the visited nodes to the list ``way``.
+    """Follow calls of the given ops from ``node`` back to their first operands.
+
+    Return the first node that is not a call of these ops, and append the visited nodes to the list
+    ``way``.
     """
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:

@@ -1,11 +1,10 @@
-"""Split a graph into partitions, so that gradients become available block by block instead of all
-at once.
+"""Split a graph into partitions, so that gradients become available block by block.
 
-For autograd, a compiled graph is one node: its backward pass returns all gradients together, and an
-optimizer that runs during the backward pass could only start afterwards. If `optim_in_backward`
+For autograd, a compiled graph is one node: its backward pass returns all gradients together. An
+optimizer that runs during the backward pass could only start afterwards. If ``optim_in_backward``
 updates weights, this module splits the graph between the model's blocks, as Dynamo does for DDP's
-buckets, and each partition is compiled separately. A value that a later partition needs is an
-output of the partition that computes the value, and an input of the later partition.
+buckets. Each partition is compiled separately. A value that a later partition needs is an output of
+the partition that computes the value, and an input of the later partition.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes at which a new partition of the graph starts; usually there are none.
 
-    A new partition starts where a block of the model begins, if this new partition and the previous
-    partition both compute gradients of weights that are updated during the backward pass. Graphs
-    with in-place writes or values of unknown size, and graphs that DDP already split, are not
-    split.
+    A new partition starts where a block of the model begins. This partition and the previous one
+    must both compute gradients of weights that are updated during the backward pass. Graphs with
+    in-place writes or values of unknown size, and graphs that DDP already split, are not split.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:
@@ -66,8 +64,9 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the graph's nodes that may be distributed over partitions; if the graph has a size
-    that is known only at run time, return no nodes.
+    """Return the graph's nodes that may be distributed over partitions.
+
+    If the graph has a size that is known only at run time, return no nodes.
     """
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes
@@ -76,8 +75,10 @@ def candidates(info: GraphInfo) -> list[Node]:
 def crossed_by_tensors(info: GraphInfo, nodes: Sequence[Node]) -> set[Node]:
     """Return the nodes before which the graph can be split.
 
-    Before such a node, later nodes need only tensors and sizes from earlier nodes, and gradients
-    are enabled or disabled as they were when the graph was called.
+    Before such a node, both of these hold:
+
+    - later nodes need only tensors and sizes from earlier nodes;
+    - gradients are enabled or disabled as they were when the graph was called.
     """
     found = set()
     outside = info.region.grad, info.region.inference
@@ -222,8 +223,9 @@ def compiled_in_pieces(
 
 
 class _Step(NamedTuple):
-    """A call of a compiled partition. All values of the graph are numbered in the order in which
-    they are created; this object stores the numbers of the call's inputs and outputs.
+    """A call of a compiled partition, with the numbers of its inputs and outputs.
+
+    All values of the graph are numbered in the order in which they are created.
     """
 
     compiled: Callable[..., Any]

@@ -24,8 +24,9 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """The error for an edit that would change a value which another node or the caller can see; all
-    edits of the same match are then undone.
+    """The error for an edit that would change a value which another node or the caller can see.
+
+    All edits of the same match are then undone.
     """
 
 
@@ -139,8 +140,9 @@ class Editor:
         return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return the node that an earlier rewrite stored under a key; if there is no such node,
-        build a node with ``build`` and store it under this key.
+        """Return the node that an earlier rewrite stored under a key.
+
+        If there is no such node, build a node with ``build`` and store it under this key.
         """
         if key not in self.info.shared:
             self.info.shared[key] = build()
@@ -190,8 +192,9 @@ class Editor:
         return node
 
     def _adopted(self, node: Node) -> Node:
-        """Record a new node, so that it can be removed again, and give it the source line, the
-        module path and the autograd state of its position."""
+        """Record a new node, so that it can be removed again.
+
+        Give it the source line, the module path and the autograd state of its position."""
         assert self._at is not None
         _, like, region = self._at
         self._inserted(node)
@@ -292,8 +295,9 @@ def _first_call(graph: Graph) -> Node:
 
 
 def describe_difference(old: Any, new: Any) -> str:
-    """Return text that names the differences between two example values that a node's users can see
-    (such as shape or dtype), or an empty string."""
+    """Return text that names a difference between two example values, or an empty string.
+
+    Only differences that a node's users can see count, such as shape or dtype."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):

@@ -1,8 +1,9 @@
-"""Answer questions about a captured graph, such as: which inputs are parameters, where gradients
-are enabled, which nodes write in place, and which line of user code made a node.
+"""Answer questions about a captured graph.
 
-This module never changes the graph. Sizes of tensors may be symbolic. The methods of this module
-never replace a symbol by a number, because that would add a guard and cause recompilations.
+For example: which inputs are parameters, where gradients are enabled, which nodes write in place,
+and which line of user code made a node. This module never changes the graph. Sizes of tensors may
+be symbolic. The methods of this module never replace a symbol by a number, because that would add a
+guard and cause recompilations.
 """
 
 from __future__ import annotations
@@ -131,7 +132,9 @@ class GraphInfo:
     @cached_property
     def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
         """Return a mapping from the formula of each symbolic size to the graph input that contains
-        this size: a node that is the size, or a tensor and its dimension.
+        it.
+
+        The input is a node that is the size, or a tensor and its dimension.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
@@ -232,8 +235,11 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """If ``node`` is an input of a checkpoint's graph, return the input of the whole graph that
-        is passed for it; if an earlier node computes the value, return None.
+        """Return the input of the whole graph that is passed for ``node``, an input of a
+        checkpoint's graph.
+
+        If an earlier node computes the value, return None. If ``node`` is an input of the whole
+        graph, return ``node``.
         """
         if node.op != "placeholder":
             return None
@@ -308,9 +314,9 @@ class GraphInfo:
 
         The memory may overlap if both nodes have the same fake storage, or if both are inputs whose
         memory is unknown. Inputs of different dtypes are assumed not to overlap, because a KV cache
-        and a mask, for example, are separate tensors. With ``inner="eager"``, however, inputs of
-        different dtypes count as possibly overlapping, because eager PyTorch supports overlapping
-        inputs, whereas AOTAutograd assumes that different storages never overlap.
+        and a mask, for example, are separate tensors. With ``inner="eager"``, however, such inputs
+        count as possibly overlapping. Eager PyTorch supports overlapping inputs, whereas
+        AOTAutograd assumes that different storages never overlap.
         """
         if a is b:
             return True
@@ -338,8 +344,10 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Return the storages to which the graph writes, whether it may write to unknown memory,
-        and the dtypes of the user's tensors to which it writes.
+        """Return three facts about the writes of the graph.
+
+        The facts are the written storages, whether the graph may write to unknown memory, and the
+        dtypes of the user's tensors that the graph writes.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory
@@ -512,8 +520,9 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
-    """Return the operands to which a nested graph may write: all operands of the nested graph if it
-    contains an in-place write, otherwise an empty result.
+    """Return the operands to which a nested graph may write.
+
+    These are all operands if the nested graph may contain an in-place write, otherwise none.
     """
     name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")

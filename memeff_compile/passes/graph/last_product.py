@@ -1,13 +1,14 @@
-"""Find the last matrix product of a block in an activation checkpoint; the backward pass need not
-compute this product again.
+"""Find the last matrix product of a block in an activation checkpoint.
 
-A checkpoint around a block runs the block again in the backward pass, up to the last tensor that
-autograd saves. In eager PyTorch, the last product of a block saves its operands before it runs, so
-the recomputation stops before the product and does not compute it again. A compiled block saves its
-tensors after all of its operations, so the backward pass computes the last product a second time
-although no code reads the result. So the graph of such a block is split before its last product.
-The nodes from this product on (the product and additions) run op by op; the product calls the same
-matrix library as in compiled code.
+The backward pass need not compute this product again. A checkpoint around a block runs the block
+again in the backward pass, up to the last tensor that autograd saves. In eager PyTorch, the last
+product of a block saves its operands before it runs. So the recomputation stops before the product
+and does not compute it again. A compiled block saves its tensors after all of its operations. So
+the backward pass computes the last product a second time although no code reads the result.
+
+For this reason, the graph of such a block is split before its last product. The nodes from this
+product on (the product and additions) run op by op. The product calls the same matrix library as in
+compiled code.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ def _computes(node: Node) -> bool:
 
 
 def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
-    """Return whether a linear layer's weight is a plain tensor that requires a gradient, and the
-    product takes so long that a split saves time."""
+    """Return whether a split before the product of a linear layer saves time.
+
+    The weight must be a plain tensor, the result must require a gradient, and the product must take
+    long enough."""
     result = info.tensor(node)
     held = compat.example_input(weight) if isinstance(weight, Node) else None
     if result is None or not result.requires_grad or not isinstance(held, torch.Tensor):

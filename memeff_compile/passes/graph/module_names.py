@@ -1,10 +1,13 @@
-"""Find the names that modules have in the compiled model's `named_modules()`; Dynamo gives only the
-modules' ids, and paths in Dynamo's notation.
+"""Find the names that modules have in the compiled model's ``named_modules()``.
 
-Dynamo names a module by the path through which code reaches it:
-`L['self'].__dict__['_modules']['base_model']` in a model of PEFT, `L['trainer'].model.lm_head` in a
-method of a trainer, `L['self'].lm_head` in a submodule after a graph break. In Dynamo's stacks of
-modules, the keys are ids of the modules.
+Dynamo gives only the modules' ids, and paths in Dynamo's notation. Dynamo names a module by the
+path through which code reaches it:
+
+- ``L['self'].__dict__['_modules']['base_model']`` in a model of PEFT;
+- ``L['trainer'].model.lm_head`` in a method of a trainer;
+- ``L['self'].lm_head`` in a submodule after a graph break.
+
+In Dynamo's stacks of modules, the keys are ids of the modules.
 """
 
 from __future__ import annotations
@@ -72,9 +75,10 @@ class ModuleNames:
         yield written
 
     def _roots(self, path: str) -> Iterator[nn.Module]:
-        """Yield the modules that may contain a given module: the compiled module, the module whose
-        forward runs around the given one, and the first module on Dynamo's path.
-        """
+        """Yield the modules that may contain a given module.
+
+        These are the compiled module, the module whose forward runs around the given one, and the
+        first module on Dynamo's path."""
         if self._running is None:
             self._running = compat.running_modules()
         yield from self._running

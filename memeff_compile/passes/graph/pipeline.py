@@ -302,10 +302,10 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the line of user code that made ``node``, and the module path of ``node`` or, if
-    ``node`` has none, the path of one of the nodes ``nearby``.
+    """Return the line of user code that made ``node``, and the module path of ``node``.
 
-    For a loss in a wrapped model (such as PEFT's), return the path of the output projection.
+    If ``node`` has no path, return the path of one of the nodes ``nearby``. For a loss in a wrapped
+    model (such as PEFT's), return the path of the output projection.
     """
     paths = [info.module_path(n) for n in (node, *nearby)]
     within = (path for path in paths[1:2] if path.startswith(f"{paths[0]}."))

@@ -1,8 +1,12 @@
 """Print a captured graph as text that is the same on every supported torch version.
 
-In this text, inputs have the names that they have in the user's model, operations have the names of
-their canonical ATen calls, and sizes are named s0, s1 and so on, in order of appearance. The text
-contains no file paths and no generated names. Tests compare this text with stored text.
+In this text:
+
+- inputs have the names that they have in the user's model;
+- operations have the names of their canonical ATen calls;
+- sizes are named s0, s1 and so on, in order of appearance.
+
+The text contains no file paths and no generated names. Tests compare this text with stored text.
 """
 
 from __future__ import annotations

@@ -106,9 +106,10 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 
 
 def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
-    """Return the first node of each layer, and the first node after each stack of layers. For each
-    of these nodes, also return the nodes that `_give_residual` makes the partition before it
-    return; the key None stands for the end of the graph.
+    """Return the first node of each layer, and the first node after each stack of layers.
+
+    Each of these nodes is a key. The value of the key is a list of nodes. ``_give_residual`` makes
+    the partition before the key return these nodes. The key None stands for the end of the graph.
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
     In that partition, the compiler fuses the normalization with the addition of the previous
@@ -136,11 +137,11 @@ def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
 
 
 def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
-    """Make the partition that contains the normalization from `place` to `end` also return the
-    inputs of the normalization that the graph computes; return these nodes.
+    """Make a partition that contains a normalization also return the normalization's inputs.
 
-    The next layer reads them. After the last layer, no layer reads them, but the partition returns
-    them too, so that all partitions have the same structure.
+    The normalization is from ``place`` to ``end``. Return those inputs that the graph computes. The
+    next layer reads them. After the last layer, no layer reads them, but the partition returns them
+    too, so that all partitions have the same structure.
     """
     norm = {*nodes[place:end]}
     given = dict.fromkeys(each for node in norm for each in node.all_input_nodes)
@@ -151,8 +152,10 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
 
 
 def _after_norm(nodes: Sequence[Node], place: int) -> int:
-    """Return the position after the normalization that begins at `place`, or `place` if no
-    normalization begins there; every module without matrices counts as a normalization.
+    """Return the position after the normalization that begins at ``place``.
+
+    Return ``place`` if no normalization begins there. Every module without matrices counts as a
+    normalization.
     """
     path = path_of(nodes[place])
     end = place
@@ -194,8 +197,10 @@ def _operations(info: GraphInfo) -> int:
 
 
 def _operations_of(node: Node, *, needs_grad: bool) -> int:
-    """Return the number of floating-point operations of a node that is a linear layer: the product
-    of a weight (a matrix that is a graph input) and a tensor with a matching last axis.
+    """Return the number of floating-point operations of a node that is a linear layer, otherwise 0.
+
+    A linear layer is the product of a weight (a matrix that is a graph input) and a tensor with a
+    matching last axis.
     """
     result = _floating(node)
     if result is None or result.dim() < 2:

@@ -1,9 +1,9 @@
-"""Describe the structure of a graph and its inputs as a key; two graphs with equal keys can share
-compiled code.
+"""Describe the structure of a graph and its inputs as a key.
 
-Two layers of a model are captured as two partitions that differ only in node names and weights. One
-compiled function can run both partitions if everything that a compiler may read is equal:
-operations, constants, and the sizes, strides, dtypes and aliasing of the inputs.
+Two graphs with equal keys can share compiled code. Two layers of a model are captured as two
+partitions that differ only in node names and weights. One compiled function can run both partitions
+if everything that a compiler may read is equal. A compiler may read operations, constants, and the
+sizes, strides, dtypes and aliasing of the inputs.
 """
 
 from __future__ import annotations

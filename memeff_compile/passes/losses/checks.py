@@ -76,8 +76,9 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """For an output projection that is split over ranks, return a Decline if the fused op cannot
-    compute one of the losses or other results (tails) of its logits.
+    """Return a Decline if the fused op cannot compute a result of logits that are split over ranks.
+
+    The results are the losses and other tails of an output projection whose logits are split.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""

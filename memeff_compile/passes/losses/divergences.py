@@ -129,8 +129,9 @@ class DivergenceReader:
         self._read: dict[Node, tuple[Expression | None, tuple[Node, ...]]] = {}
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
-        """Yield the divergence that ``node`` computes by a sum over the classes, or the reason why
-        the pass cannot read the sum as a divergence.
+        """Yield the divergence that ``node`` computes by a sum over the classes.
+
+        If the pass cannot read the sum as a divergence, yield the reason.
         """
         self.visited = []
         found = self._reduced(node)
@@ -166,8 +167,9 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Extend a divergence by later sums over the same two logits tensors, if these sums are
-        reduced in the same way and added to the divergence.
+        """Extend a divergence by later sums over the same two logits tensors.
+
+        Such a sum must be reduced in the same way as the divergence and added to it.
         """
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
@@ -431,8 +433,10 @@ class DivergenceReader:
         return None if inner is None else _expressed(_product({(probability,): 1}, inner.terms))
 
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
-        """Recognize the logarithm of a mixture of probabilities: log(a q + b p), or logsumexp of
-        [log q + log a, log p + log b], with a + b = 1."""
+        """Recognize the logarithm of a mixture of probabilities.
+
+        The forms are ``log(a q + b p)`` and ``logsumexp([log q + log a, log p + log b])``, with a +
+        b = 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
             if found is None or found.masks:
@@ -562,10 +566,10 @@ class DivergenceReader:
             node = user
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
-        """If ``node`` adds another sum over the same two logits tensors to this divergence, or
-        subtracts such a sum, include this sum in the divergence.
+        """Include another sum over the same two logits tensors in this divergence.
 
-        The divergence then contains the nodes of both sums.
+        The sum is included if ``node`` is added to it, or one is subtracted from the other. The
+        divergence then contains the nodes of both sums. Return whether the sum was included.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -831,8 +835,9 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the fused op can compute, or None if the
-    polynomial has other terms, such as those of a third softmax.
+    """Return the coefficients of the six sums that the fused op can compute.
+
+    Return None if the polynomial has other terms, such as those of a third softmax.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}

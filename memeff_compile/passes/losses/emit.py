@@ -1,9 +1,10 @@
-"""Insert the fused op's call that replaces an output projection and its losses, and the few ATen
-nodes that compute each loss from the call's results.
+"""Insert the fused op's call that replaces an output projection and its losses.
 
-All tails (losses and other results of the logits) that use the same rows (tokens), the same scale,
-softcap and bias, and the same targets share one call of the fused op. Reductions, class weights,
-label smoothing and casts remain ATen nodes over N numbers, which the inner compiler fuses.
+Also insert the few ATen nodes that compute each loss from the call's results.
+
+Losses and other results of the logits (tails) may share one call of the fused op. These tails must
+have equal rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label
+smoothing and casts remain ATen nodes over N numbers, which the inner compiler fuses.
 """
 
 from __future__ import annotations
@@ -47,9 +48,15 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group the tails (losses and other results of the logits) that one call of the fused op can
-    compute: they have the same rows, the same scale, softcap and bias, and the same targets, and
-    all their inputs are computed before the first tail.
+    """Group the tails (losses and other results of the logits) that one fused call can compute.
+
+    The tails of a group have:
+
+    - the same scale, softcap and bias, and the same targets if they have targets;
+    - the same rows, but a tail without targets may use only some of the group's rows;
+    - inputs that are all computed before the group's first tail, or can be computed again there.
+
+    Groups without targets that use different ranges of the rows may become one group.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -64,10 +71,10 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Combine tails (losses and other results of the logits) that use different ranges of the rows,
-    such as chunks: one call of the fused op then computes the numbers of all rows.
+    """Combine tails (losses and other results of the logits) that use different ranges of the rows.
 
-    The ranges are not combined if together they have less than half of the rows.
+    Such ranges are chunks, for example. One call of the fused op then computes the numbers of all
+    rows. The ranges are not combined if together they have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -111,8 +118,9 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target back through reshapes and copies, and return the earliest node; do not go
-    past a node whose memory the graph may overwrite.
+    """Follow a target back through reshapes and copies, and return the earliest node.
+
+    Do not go past a node whose memory the graph may overwrite.
     """
     while (call := call_of(node, *_TARGET_MOVES)) is not None:
         source: Node = call.args["self"]
@@ -130,12 +138,12 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes to compute again if the fused op's call for ``group`` runs before the
-    group's first tail (a loss or another result of the logits).
+    """Return the nodes to compute again if the fused op's call runs before the group's first tail.
 
-    These nodes compute targets, for example labels that the graph shifts after it has computed a
-    z-loss. They are integer views and copies of inputs, so computing them again is cheap. If
-    computing these nodes again could give other values, return None.
+    A tail is a loss or another result of the logits. The nodes compute targets, for example labels
+    that the graph shifts after it has computed a z-loss. They are integer views and copies of
+    inputs, so computing them again is cheap. If computing these nodes again could give other
+    values, return None.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -165,9 +173,11 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
-    """Return a node that writes to targets or class weights after the fused op's call for ``group``
-    and before the group's last tail (a loss or another result of the logits). The op reads these
-    tensors when it is called, whereas the losses in the original graph read these tensors later.
+    """Return a node that writes to the group's targets or class weights too early, or None.
+
+    Too early is after the fused op's call and before the group's last tail (a loss or another
+    result of the logits). The op reads targets and weights when it is called. The losses in the
+    original graph read them later.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -175,12 +185,11 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the fused op for ``group`` is inserted, and the node's region
-    (autograd, autocast and inference modes).
+    """Return the node before which the fused op is inserted, and this node's region.
 
-    Usually this node computes the group's first loss or other result of the logits. If the first
-    result is a metric without a gradient and another result needs gradients, the op is inserted
-    before the node that disabled gradients.
+    A region has autograd, autocast and inference modes. Usually the node computes the group's first
+    loss or other result of the logits. The first result may be a metric without a gradient, while
+    another result needs gradients. Then the op is inserted before the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -219,8 +228,10 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
 
 
 def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
-    """Change a node that reads the shape of the logits: let it read this shape from a tensor that
-    needs no memory, a column of the hidden states that is expanded to the shape of the logits.
+    """Change a node that reads the shape of the logits, so that the node needs no logits.
+
+    Let the node read the shape from a column of the hidden states, expanded to the shape of the
+    logits. This tensor needs no memory.
     """
     head, e = read.chain.head, editor
     depth = compat.known_size(info.value(head.hidden).shape[-1])
@@ -295,8 +306,10 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 
 
 class GroupEmitter:
-    """Inserts the fused op's call for one group of tails (losses and other results of the logits),
-    and the few ATen nodes that compute each tail from the op's results per row."""
+    """Inserts the fused op's call for one group of tails (losses and other results of the logits).
+
+    The emitter also inserts the few ATen nodes that compute each tail from the op's results per
+    row."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -412,8 +425,9 @@ class GroupEmitter:
         return self._times(node, shared) if shared else node
 
     def _times(self, node: Node, factors: Sequence[Factor]) -> Node:
-        """Multiply a node by factors; compute in fp32 if the dtype has 16 bits, so that the
-        gradient of a factor is summed in fp32.
+        """Multiply a node by factors.
+
+        For a dtype of 16 bits, compute in fp32, so that the gradient of a factor is summed in fp32.
         """
         e, dtype = self.editor, self.info.value(node).dtype
         node = e.cast(node, wide(dtype))
@@ -492,8 +506,9 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
-        """Return how many row moves (reorderings and selections of rows) are applied before the
-        fused op: those that all losses of this group have in common."""
+        """Return how many row moves (reorderings and selections of rows) come before the fused op.
+
+        The op gets only row moves that all losses of this group have in common."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):

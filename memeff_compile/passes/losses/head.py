@@ -106,8 +106,9 @@ class Factor:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector over the vocabulary that is added to the logits, and the later steps (such as a
-    scale) that also apply to the vector."""
+    """A vector over the vocabulary that is added to the logits.
+
+    Later steps (such as a scale) also apply to the vector."""
 
     node: Node
     classes: tuple[int, int] | None = None  # its classes that remain at the end
@@ -118,13 +119,20 @@ class Vector:
 class Step:
     """One node between the output projection and a node that uses the logits.
 
-    ``kind`` is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions),
-    ``same`` (no change), ``move`` (class dimension from last to 1), ``detach`` or ``classes``
-    (selects some classes). Pointwise steps have the kinds ``to``, ``mul``, ``div``, ``tanh``,
-    ``bias`` and ``factor``; their operand is ``value``. If ``value`` is a number that the user
-    passed (a symbol under ``dynamic=True``), a guard on ``symbol`` makes Dynamo recompile if this
-    number changes. The field ``classes`` has the index of the first selected class and the index
-    after the last one. If a step also moves rows, ``whole`` is the complete ATen call of its node.
+    Values of ``kind``:
+
+    - ``rows``: reorders or selects rows;
+    - ``reshape``: regroups leading dimensions;
+    - ``same`` (no change) or ``detach``;
+    - ``move``: moves the class dimension from last to 1;
+    - ``classes``: selects some classes. The field ``classes`` has the index of the first selected
+      class and the index after the last one.
+    - ``to``, ``mul``, ``div``, ``tanh``, ``bias`` and ``factor``: pointwise, with the operand
+      ``value``.
+
+    If ``value`` is a number that the user passed (a symbol under ``dynamic=True``), a guard on
+    ``symbol`` makes Dynamo recompile if this number changes. If a step also moves rows, ``whole``
+    is the complete ATen call of its node.
     """
 
     node: Node
@@ -156,24 +164,30 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two chains (output projections with the steps after them)
-        whose logits have the same rows in the same order. The key contains one entry per step that
-        moves rows, up to the last one that selects or reorders rows.
+        """Return a key that is equal for two chains whose logits have the same rows in the same
+        order.
+
+        A chain is an output projection with the steps after it. The key contains one entry per step
+        that moves rows, up to the last one that selects or reorders rows.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether the logits of this chain (output projection and steps) contain only rows
-        that the logits of the other chain contain too, and both have the same output projection."""
+        """Return whether the other chain's logits contain all rows of this chain's logits.
+
+        A chain is an output projection with the steps after it. The two chains must have the same
+        output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
     @property
     def classes(self) -> tuple[int, int] | None:
         """Return the index of the first class that the steps select and the index after the last
-        one, or None if the steps select all classes."""
+        one.
+
+        Return None if the steps select all classes."""
         return _left(self.steps)
 
     @property
@@ -261,8 +275,10 @@ class HeadReader:
         return self.extend(Chain(head, (), node), upwards[::-1])
 
     def is_wide(self, head: Head) -> bool:
-        """Return whether a linear layer is an output projection, judged by its weight's shape and
-        by the graph inputs from which the weight is computed."""
+        """Return whether a linear layer is an output projection.
+
+        The answer depends on the weight's shape and on the graph inputs from which the weight is
+        computed."""
         return self.has_shape_of_head(head) and self.input_in_weight(head) is None
 
     def has_shape_of_head(self, head: Head) -> bool:
@@ -950,8 +966,9 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _describe(node: Node) -> str:
-    """Return the name of a node's operation; if the node is one of several results, return the name
-    of the op that returns these results.
+    """Return the name of a node's operation.
+
+    If the node is one of several results, return the name of the op that returns these results.
     """
     return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
 

@@ -1,8 +1,9 @@
-"""Decide which logits among a graph's outputs can be returned as deferred logits (logits that are
-computed when first read), and plan their replacement.
+"""Decide which logits among a graph's outputs can be deferred, and plan their replacement.
 
-Two passes use this module: the pass that fuses the loss, for logits that the model returns with the
-loss, and `defer_logits`, for logits of a training graph without a loss.
+Deferred logits are computed when they are first read. Two passes use this module:
+
+- the pass that fuses the loss, for logits that the model returns with the loss;
+- ``defer_logits``, for logits of a training graph without a loss.
 """
 
 from __future__ import annotations
@@ -227,9 +228,10 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 
 def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] | str:
-    """Return the LoRA matrices of an output projection, and the steps that compute each adapter's
-    product bit for bit as in the model; or return the reason why logits with these adapters cannot
-    be deferred.
+    """Return the LoRA matrices of an output projection, and the steps that apply each adapter.
+
+    The steps compute each adapter's product bit for bit as in the model. If logits with these
+    adapters cannot be deferred, return the reason.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -384,8 +386,9 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Describe view steps as calls of view operations; sizes that differ from one call of the graph
-    to the next become additional outputs of the graph.
+    """Describe view steps as calls of view operations.
+
+    Sizes that differ from one call of the graph to the next become additional outputs of the graph.
     """
 
     def given(arg: Any) -> Any:

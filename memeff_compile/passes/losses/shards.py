@@ -64,8 +64,9 @@ _CLOSURES = (
 
 
 def lost(node: Node) -> Decline | None:
-    """Return the reason why logits are incomplete (lack classes or rows) after a node that
-    exchanges data between ranks, or None if they are complete.
+    """Return the reason why logits are incomplete after a node that exchanges data between ranks.
+
+    Incomplete logits lack classes or rows. Return None if the logits are complete.
     """
     source: Any = node.args[0]
     before, after = compat.example_value(source), compat.example_value(node)

@@ -4,7 +4,7 @@
     logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
     logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
 
-Reordering or selecting rows gives the same result before and after a softmax, so such row moves
+Reordering or selecting rows gives the same result before and after a softmax. So such row moves
 after the softmax count as steps that are applied to the logits.
 """
 
@@ -299,8 +299,9 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """If a node is ``x.clamp(min=finfo.min)``, or broadcasts x to the shape of x, it has the
-        same values as x; return x in this case.
+        """Return x if a node has the same values as x.
+
+        Such a node is ``x.clamp(min=finfo.min)``, or broadcasts x to the shape of x.
         """
         operand = broadcast_operand(node)
         if operand is not None:

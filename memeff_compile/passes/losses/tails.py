@@ -30,11 +30,20 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
-    With a target, ``kind`` is ``loss`` (cross_entropy or nll_loss), ``log_prob`` (gather on
-    log-probabilities) or ``logit`` (gather on the logits themselves). Without a target, ``kind`` is
-    ``lse`` (logsumexp), ``top`` (argmax), ``entropy``, ``neg_entropy`` (the sum of p log p),
-    ``mean_logit`` (the sum of p times the logits), ``log_prob_sum`` or ``logit_sum`` (over the
-    classes). ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
+    With a target, ``kind`` is one of these:
+
+    - ``loss``: cross_entropy or nll_loss;
+    - ``log_prob``: gather on log-probabilities;
+    - ``logit``: gather on the logits themselves.
+
+    Without a target, ``kind`` is one of these:
+
+    - ``lse`` (logsumexp), ``top`` (argmax) or ``entropy``;
+    - ``neg_entropy``: the sum of p log p;
+    - ``mean_logit``: the sum of p times the logits;
+    - ``log_prob_sum`` or ``logit_sum``: the sum over the classes.
+
+    ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
     """
 
     node: Node
@@ -87,13 +96,17 @@ LOSSES = ("loss", "log_prob", "entropy", "neg_entropy", "log_prob_sum")
 
 def reads_sum(tail: Tail) -> bool:
     """Return whether a tail (a loss or another result of the logits) needs the sum of each row's
-    logits, so that every class gets a gradient."""
+    logits.
+
+    With such a tail, every class gets a gradient."""
     return tail.label_smoothing > 0 or tail.spread != 0 or tail.kind in SUMS
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
     """Return whether no gradient flows back through ``tail`` (a loss or another result of the
-    logits), because it is detached, under no_grad, or an integer."""
+    logits).
+
+    The tail is then detached, under no_grad, or an integer."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
 
@@ -129,8 +142,9 @@ def reads_a_size(node: Node) -> bool:
 
 
 def unread(node: Node) -> list[Node]:
-    """Return a node and all nodes that depend on it, if the graph returns no result of these nodes
-    and none of them has side effects; otherwise return an empty list.
+    """Return a node and all nodes that depend on it, if no result of these nodes is used.
+
+    Return an empty list if the graph returns a result of these nodes, or if one has side effects.
     """
     found, queue = dict[Node, None](), [node]
     while queue:
@@ -177,8 +191,9 @@ class TailReader:
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield the losses and other results (tails) that ``node`` computes from logits, or a
-        Decline with the reason why such a result is not supported.
+        """Yield the losses and other results (tails) that ``node`` computes from logits.
+
+        If such a result is not supported, yield a Decline with the reason.
         """
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
@@ -685,7 +700,9 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
     """Return the index with which torch.distributions gathers log-probabilities, without its
-    broadcast, and the nodes of the broadcast. torch.distributions gathers with
+    broadcast.
+
+    Also return the nodes of the broadcast. torch.distributions gathers with
     ``broadcast_tensors(index, logits)[0][..., :1]``, which reads only the shape of the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
@@ -747,10 +764,11 @@ def loss_outside(info: GraphInfo) -> Iterable[Decline]:
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:
-    """Return losses and other results of the logits, losses first, without those results that are
-    only steps in the computation of another result in the list.
+    """Return losses and other results of the logits, without results that are steps of other
+    results.
 
-    For example, a logsumexp may be a step of log-probabilities.
+    Losses come first. For example, a logsumexp may be only a step in the computation of
+    log-probabilities.
     """
     inner = {node for tail in tails for node in tail.through}
     known = inner | {tail.node for tail in tails}
@@ -759,9 +777,10 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph, in addition to the logits that `tail` gathers, computes the
-    logsumexp of the same rows: gathered logits and logsumexps together form a loss.
+    """Return whether the graph also computes the logsumexp of the rows whose logits ``tail``
+    gathers.
 
-    In a loop over chunks, each logsumexp may cover only some of the rows of `tail`.
+    Gathered logits and logsumexps together form a loss. In a loop over chunks, each logsumexp may
+    cover only some of the rows of ``tail``.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -204,8 +204,9 @@ def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
 
 
 def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
-    """Recognize, as a one-hot tensor, a new tensor that is filled with one number and to which the
-    graph writes another number at the targets."""
+    """Recognize a one-hot tensor that the graph fills and then writes at the targets.
+
+    The graph fills a new tensor with one number, and then writes another number at the targets."""
     if not nodes:
         return None
     made, *writers = nodes

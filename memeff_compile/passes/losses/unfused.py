@@ -2,8 +2,8 @@
 
 To distinguish an output projection from a wide layer inside a model, this module looks at how the
 graph uses the layer's result. The result of an inner layer is an operand of another matrix product.
-The result of an output projection is reduced to at most one number per row, as in a loss, or is an
-output of the graph.
+The result of an output projection is an output of the graph, or is reduced to one number per row or
+fewer.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return a Decline for returned logits if the output projection's weight is computed from a
-    graph input that is neither a parameter nor a buffer.
+    """Return a Decline for returned logits whose output projection has a computed weight.
+
+    The weight is computed from a graph input that is neither a parameter nor a buffer.
     """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
@@ -219,8 +220,9 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for each linear layer whose result the graph returns, if the layer is too
-    narrow to tell whether it is an output projection or a layer inside a model.
+    """Yield a Decline for each narrow linear layer whose result the graph returns.
+
+    Such a layer is too narrow to tell whether it is an output projection or a layer inside a model.
     """
     if info.options.switched_off(outputs.NAME) or compat.feeds_resumed_code(info.gm):
         return

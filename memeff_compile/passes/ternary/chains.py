@@ -1,13 +1,16 @@
-"""Recognize the nodes that quantise an operand of a linear layer, in the forms that ternary
-training code uses.
+"""Recognize the nodes that quantise an operand of a linear layer, as ternary training code does.
 
     x -> abs -> max or mean -> lower bound -> a scale; x * scale -> round -> clamp -> / scale
 
 The max or mean is over one token (the last axis) or over a whole weight. A straight-through
-estimator may surround these nodes: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q
-computed under no_grad, or an autograd Function whose backward pass returns its gradient unchanged.
-If all nodes have one of these forms, the caller gets a description of the quantisation, otherwise a
-sentence about the first node that does not fit.
+estimator may surround these nodes, in one of these forms:
+
+- ``x + (q - x).detach()`` or ``(q + x) - x.detach()``;
+- the same with q computed under no_grad;
+- an autograd Function whose backward pass returns its gradient unchanged.
+
+If all nodes have one of these forms, the caller gets a description of the quantisation. Otherwise
+the caller gets a sentence about the first node that does not fit.
 """
 
 from __future__ import annotations
@@ -46,8 +49,10 @@ class Quantized:
 
 @dataclass
 class _Chain:
-    """The nodes that quantise a tensor, in the order from the last node to the first, and the nodes
-    that compute the numbers with which they quantise, such as scales.
+    """The nodes that quantise a tensor, in the order from the last node to the first.
+
+    The object also has the nodes that compute the numbers, such as scales, with which these nodes
+    quantise.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -138,8 +143,10 @@ def _read(node: Node) -> Quantized:
 
 
 def read_weight_scale(scale: Node) -> Quantized | Unread:
-    """Recognize the scale of a whole weight; return the weight from which the graph computes the
-    scale, and whether the graph multiplies or divides by the scale to get codes.
+    """Recognize the scale of a whole weight, and return its description.
+
+    The description has the weight from which the graph computes the scale. The description also
+    says whether the graph multiplies or divides by the scale to get codes.
     """
     chain = _Chain()
     try:
@@ -268,10 +275,10 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
+    """Recognize ``clamp(round(x * s)) / s``; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation; if `wanted` is the masked x, the mask must come after the
+    before or after the quantisation. If ``wanted`` is the masked x, the mask must come after the
     quantisation.
     """
     kept, end = _without_mask(chain, end)

@@ -1,5 +1,6 @@
-"""Recognize the mask that selects, in each token, the half of the elements with the largest
-magnitudes: x.abs() >= the (K / 2)-th largest magnitude."""
+"""Recognize the mask that selects the half of each token's elements with the largest magnitudes.
+
+The mask is x.abs() >= the (K / 2)-th largest magnitude."""
 
 from __future__ import annotations
 

@@ -159,10 +159,11 @@ _MOST_ACTIVATIONS = 4
 
 
 def read_gate(results: Sequence[Node]) -> list[Node] | None:
-    """Return the activation functions that are applied to the results of two linear layers (gate
-    and up), and the node that multiplies the two; or None.
+    """Return the activation functions after two linear layers (gate and up) whose results are
+    multiplied.
 
-    No other node may read the results of the linear layers.
+    The list does not contain the multiplication. Return None if the graph has another form, or if
+    another node reads the results of the linear layers or of the activation functions.
     """
     if len(results) != 2:
         return None
@@ -214,8 +215,9 @@ _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether it is certain that a kernel of this graph computes the value of a node, and
-    the node is neither an input nor a view of an input.
+    """Return whether it is certain that a kernel of this graph computes the value of a node.
+
+    The node must be neither an input nor a view of an input.
     """
     for _ in range(16):
         if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
