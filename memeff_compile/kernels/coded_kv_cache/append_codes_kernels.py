@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to a low-bit KV cache: they write the latest tokens and the first
-tokens exactly, and encode groups of other tokens.
+"""Kernels that append tokens to a low-bit KV cache. The kernels write the latest tokens and the
+first tokens exactly, and encode groups of other tokens.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. When the window (the memory for the latest tokens, which are stored exactly) is
 full, a program encodes the oldest group of tokens. If several tokens are appended, as for a prompt,
-another launch directly encodes the groups that contain only new tokens, with more programs; these
+another launch directly encodes the groups that contain only new tokens, with more programs. These
 groups are never stored exactly. Programs read the cache's number of tokens from GPU memory. The
 program that finishes last writes the new number, after all programs have read the old number.
 
-The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
+The codes equal the codes of the reference implementation. Divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
 """
 
@@ -36,8 +36,10 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, the function computes the
-    quotient with fused multiply-adds, without the branches that a division has.
+    """Return x / step, rounded to the nearest fp32 number.
+
+    With IS_FAST, the function computes the quotient with fused multiply-adds, without the branches
+    that a division has.
     """
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
@@ -159,8 +161,8 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
-    for values, the tokens at the same position in the first half and in the second half of the
+    With 3-bit codes, the high bits of two tokens share a byte. For keys, the two tokens are
+    neighbours. For values, they have the same position in the first and the second half of the
     given tokens.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
@@ -350,7 +352,7 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or the new values, of one sequence and head; return the new number of
+    """Write the new keys, or the new values, of one sequence and head. Return the new number of
     tokens in the cache, and the new number of tokens stored as codes."""
     length, coded, first = at
     kv_heads, groups, new, limit = sizes

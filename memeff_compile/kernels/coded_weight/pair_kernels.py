@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share, for pairs of weights in one 32-bit word,
-for patches (weights stored whole), and for histograms.
+"""Device functions that the kernels of all codecs share: pairs of weights in one 32-bit word,
+patches (weights stored whole), and histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
-of each weight come from one byte; the kernel inserts the exponents between sign and mantissa, for
+of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
 both weights at once.
 """
 
@@ -85,7 +85,7 @@ def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def _bits_or_nan(value):
-    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word; NaN becomes
+    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word. NaN becomes
     the bits that a GPU's cast gives."""
     return tl.where(value == value, _rounded_bits(value), 0x7FFF)
 
@@ -134,8 +134,8 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word,
-    and round to nearest, ties to even.
+    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word.
+    The products are rounded to nearest, ties to even.
 
     The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
     -0.0 into 0.0.
@@ -191,8 +191,8 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load one 7-bit normaliser (scale) for each group: that of the weights of the first (HALF is
-    0) or the last (HALF is 1) sixteen threads of a warp."""
+    """Load one 7-bit normaliser (scale) for each group. It belongs to the weights of the first
+    (HALF is 0) or the last (HALF is 1) sixteen threads of a warp."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -278,7 +278,9 @@ def _coded_weight_pair_patches_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the patches (weights stored whole) of one chunk of weights in order, for the codec
-    `tier`; patches beyond the end of the list are dropped.
+    `tier`.
+
+    The kernel drops patches beyond the end of the list.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
@@ -301,8 +303,9 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write, to the header of a spill buffer (memory for weights whose codes do not fit), the
-    length that a list needs, as two 16-bit words.
+    """Write the length that a list needs, as two 16-bit words, to the header of a spill buffer.
+
+    The spill buffer is memory for weights whose codes do not fit.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -320,8 +323,8 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write, to a spill buffer (memory for weights whose codes do not fit), the lengths that COUNT
-    lists need; if a list was too short, also write the weight's value there.
+    """Write the lengths that COUNT lists need to a spill buffer (memory for weights whose codes do
+    not fit). If a list was too short, also write the weight's value there.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
