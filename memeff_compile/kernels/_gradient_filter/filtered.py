@@ -2,8 +2,8 @@
 drops.
 
 The filters `mass` and `block` first compute the logits of a sample of classes. From these logits,
-they estimate each row's (token's) probability mass in unlikely classes. Rows are sorted by this
-estimate, and 128 consecutive rows form a group.
+the filters estimate each row's (token's) probability mass in unlikely classes. Rows are sorted by
+this estimate, and 128 consecutive rows form a group.
 
 One pass over all classes computes the statistics of the rows. The same pass gives each class a
 score in each group of rows. For `mass`, the score is the sum of the class's probabilities over the

@@ -23,8 +23,8 @@ from .ranks import Ranks
 class Settings(NamedTuple):
     """The settings of a call of a loss op, with the names of the op's arguments.
 
-    As in eager PyTorch, statistics that do not depend on the target, such as the log-sum-exp, are
-    computed for rows with an ignored target, too, if the caller requests them.
+    As in eager PyTorch, rows with an ignored target also get requested statistics that do not
+    depend on the target, such as the log-sum-exp.
     """
 
     ignore_index: int | None
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
         """Return the settings of a call; remove the gradient filter if a requested result does not
         allow a filter.
 
-        For label smoothing, for example, the caller requests the sum of each row's logits; every
+        For label smoothing, for example, the caller requests the sum of each row's logits. Every
         class then has a gradient, so the filter may drop no class.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top

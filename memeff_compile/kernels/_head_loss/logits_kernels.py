@@ -3,8 +3,8 @@
 parts, and turn the products into logits.
 
 The kernels multiply logits by log2(e), so that they can use exp2: z2 = z * log2(e). The kernels
-process compact rows: ignored rows are left out, and kernels read the number of remaining rows from
-GPU memory (`kept_ptr`); the host never reads this number.
+process compact rows: ignored rows are left out. Kernels read the number of remaining rows from GPU
+memory (`kept_ptr`); the host never reads this number.
 """
 
 from __future__ import annotations

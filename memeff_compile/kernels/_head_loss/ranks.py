@@ -61,10 +61,10 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks: the rows whose target this
-        rank has, and the rows whose target another rank has.
+        """Return targets as column indices of this rank, and two masks.
 
-        If another rank has a row's target, the row gets an arbitrary column: the row is not
+        The masks mark the rows whose target this rank has, and the rows whose target another rank
+        has. If another rank has a row's target, the row gets an arbitrary column. The row is not
         ignored, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
@@ -77,10 +77,11 @@ class Shard(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The description of how an output projection is split over ranks.
+    """The description of how an output projection is split over ranks. A `Split` contains:
 
-    A `Split` contains this rank's shard, the dimension of the device mesh over which the classes
-    are split, and the name of the process group.
+    - this rank's shard;
+    - the dimension of the device mesh over which the classes are split;
+    - the name of the process group.
     """
 
     shard: Shard
@@ -125,10 +126,10 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 class Ranks(NamedTuple):
     """The ranks that split the classes, and exchange statistics once per block of rows.
 
-    For each row, a rank sends the log-sum-exp over its classes, and the row's loss over its classes
-    if it has the target's class, otherwise 0. Ranks exchange no other data. All implementations
-    exchange log-sum-exps and losses in the same format. Blocks contain rows in the order that
-    `counted_first` returns, which is the same on all ranks.
+    For each row, a rank sends the log-sum-exp over its classes, and a loss. The loss is the row's
+    loss over the rank's classes if the rank has the target's class, otherwise 0. Ranks exchange no
+    other data. All implementations exchange log-sum-exps and losses in the same format. Blocks
+    contain rows in the order that `counted_first` returns, which is the same on all ranks.
     """
 
     rank: int
@@ -168,8 +169,8 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target column of each row that is not ignored, and two masks: the rows whose
-    target this rank has, and the rows whose target another rank has.
+    """Return the target column of each row that is not ignored, and two masks. The masks mark the
+    rows whose target this rank has, and the rows whose target another rank has.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

@@ -47,8 +47,10 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor for one number per row, filled with zeros if ignored rows are left
-        out, because no kernel writes the numbers of ignored rows.
+        """Return a new tensor for one number per row.
+
+        If ignored rows are left out, the tensor is filled with zeros, because no kernel writes
+        their numbers.
         """
         new = torch.zeros_like if self.is_compact else torch.empty_like
         return new(like, dtype=dtype)

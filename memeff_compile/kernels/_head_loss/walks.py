@@ -42,8 +42,8 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients, either from the logits that the loop has computed for the
-    statistics, or from logits that the loop computes again.
+    """A loop that computes gradients. The logits come from the step that computed the statistics,
+    or the loop computes the logits again.
     """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class Tables(NamedTuple):
     """Kernel arguments: the mask of keys and the sequence ids, each with its stride between
     sequences.
 
-    The mask of keys is (B or 1, N) bytes; the ids are (B or 1, M) for queries and (B or 1, N) for
+    The mask of keys is (B or 1, N) bytes. The ids are (B or 1, M) for queries and (B or 1, N) for
     keys.
     """
 

@@ -95,7 +95,7 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
     """Return the number of an incomplete tile (a visited tile with hidden keys), given the tile's
-    index among all incomplete tiles. These lie before and after the complete tiles.
+    index among all incomplete tiles. Incomplete tiles lie before and after the complete tiles.
     """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)

@@ -7,7 +7,7 @@ as 64.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all arguments. For a kernel with thirty arguments, this work takes longer than many
-kernels run, so a training step with small kernels waits for the CPU. The key in this module
+kernels run. So a training step with small kernels waits for the CPU. The key in this module
 contains only the few properties on which a specialisation depends, and the module calls the
 compiled kernel directly.
 """
@@ -211,8 +211,8 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties on which the compiled kernel depends, the arguments with each tensor
-    replaced by its address, and the bitwise "or" of all addresses.
+    """Return the properties on which the compiled kernel depends. Also return the arguments with
+    each tensor replaced by its address, and the bitwise "or" of all addresses.
     """
     seen: list[Any] = []
     given: list[Any] = []

@@ -255,8 +255,8 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
     Each slice (range of columns) of each class has its own scale, a power of two. Divided by this
     scale, the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28
-    times the slice's largest number have fewer than the eleven significant bits of fp16. Their
-    error is smaller than the rounding error of the largest number.
+    times the slice's largest number have fewer than the eleven significant bits of fp16. The error
+    of such numbers is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:

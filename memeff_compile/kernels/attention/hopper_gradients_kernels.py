@@ -87,8 +87,8 @@ def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C
 @gluon.jit
 def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round, its sequence and its
-    head. In each round, every program computes one tile. Also return the tiles of keys that it
-    visits."""
+    head. In each round, every program computes one tile. Also return the tiles of keys that the
+    tile of queries visits."""
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
         tile, batch, head, found = _sorted_tile(
@@ -130,8 +130,8 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_query_gradient(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of queries, and the tiles of keys and values that each of them
-    visits.
+    """Load the program's tiles of queries, and the tiles of keys and values that each tile of
+    queries visits.
 
     The first keys and values are loaded before the queries, because their shared memory becomes
     free earlier than the shared memory for queries.
@@ -244,8 +244,8 @@ def _query_gradient(
 ):
     """Compute the gradient of the queries of one group of warps.
 
-    For each query, the group also writes two numbers that the kernel for keys and values reads.
-    These are the log-sum-exp in base 2 (infinity for a query without keys), and the sum of the
+    For each query, the group also writes two numbers that the kernel for keys and values reads. The
+    numbers are the log-sum-exp in base 2 (infinity for a query without keys), and the sum of the
     output gradient times the output.
     """
     q_memory, grad_memory, out_memory, k_memory, _ = memory

@@ -124,7 +124,8 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 @gluon.jit
 def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
     """Return the first and the last visible position for each position of a tile, and whether there
-    are gaps between them. Also return the range of visited tiles of which the mask hides no key.
+    are gaps between these two positions. Also return the range of visited tiles of which the mask
+    hides no key.
     """
     padded = tiles * OURS
     found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS

@@ -1,10 +1,10 @@
 """The reference implementation: the formula in plain PyTorch, one block of queries at a time, on
 any device.
 
-The scores of a block are computed in fp32 (fp64 for fp64 inputs). They are freed as soon as the
-block's results are computed, so the scores of all queries never exist at once. The bounds `ahead`
-and `behind` say how far after and before a query its keys may be. The implementation does not read
-keys that these bounds hide from a whole block of queries.
+The scores of a block are computed in fp32 (fp64 for fp64 inputs). The scores are freed as soon as
+the block's results are computed, so the scores of all queries never exist at once. The bounds
+`ahead` and `behind` say how far after and before a query its keys may be. The implementation does
+not read keys that these bounds hide from a whole block of queries.
 """
 
 from __future__ import annotations

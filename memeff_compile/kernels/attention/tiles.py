@@ -2,12 +2,12 @@
 This implementation needs a CUDA GPU of sm_80 or later, and bf16 or fp16.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grids depend only on static
-sizes, so a CUDA graph can capture the calls. The kernels use no atomic operations, so the same
+sizes. So a CUDA graph can capture the calls. The kernels use no atomic operations, so the same
 inputs give the same bits.
 
-The lower bound of the time is the arithmetic: in each attention head, the forward pass needs 4 D
-floating-point operations (D is the head dimension) per visible pair of query and key, and the
-backward pass needs 10 D.
+The lower bound of the time is the arithmetic. In each attention head, the forward pass needs 4 D
+floating-point operations per visible pair of query and key. The backward pass needs 10 D. D is the
+head dimension.
 """
 
 from __future__ import annotations

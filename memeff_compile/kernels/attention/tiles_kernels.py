@@ -8,9 +8,10 @@ A program does not check the mask in pairs of tiles in which every key is visibl
 four numbers describe the tiles that it visits:
 
 - the first tile, and the first fully visible tile;
-- the end of the fully visible tiles, and the end of all tiles. If the mask depends only on
-  positions, a kernel computes these numbers itself. If there are mask tensors or sequence ids, a
-  small kernel computes the numbers first and writes them to a table.
+- the end of the fully visible tiles, and the end of all tiles.
+
+If the mask depends only on positions, a kernel computes these numbers itself. If there are mask
+tensors or sequence ids, a small kernel computes the numbers first and writes them to a table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
 exponent is above 0.

@@ -128,7 +128,7 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
 
     The orthogonal matrices closest to these sums are the rotations. `rows` contains the keys and
     values of both layers, and `counted` says which tokens count, as in `fit`. `slots` contains the
-    slots that an earlier call chose. If `slots` is None, this call chooses them.
+    slots that an earlier call chose. If `slots` is None, this call chooses the slots.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)

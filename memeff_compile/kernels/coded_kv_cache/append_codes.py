@@ -27,7 +27,7 @@ def cut(bits: int, depth: int) -> tuple[int, int]:
     """Return how many programs encode one group of tokens when one token is appended, and how many
     warps each program has.
 
-    The returned numbers were the best on an H200: more programs encode a group faster, but slow
+    The returned numbers were the best on an H200. More programs encode a group faster, but slow
     down the decoding steps in which no group is encoded. Rows of more than 128 channels do not fit
     into the registers of one warp.
     """

@@ -176,8 +176,8 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sum of the rows for which `counted` is true, for keys and values of both layers,
-    (B, H, 4, D), or only for values, (B, H, 2, D)."""
+    """Return the sum of the rows for which `counted` is true. The shape is (B, H, 4, D) for keys
+    and values of both layers, or (B, H, 2, D) for only values."""
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape
@@ -289,8 +289,10 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """For a prompt's keys or for its values, store one direction per token, which both layers
-    share, and the lengths of the token's two vectors, one per layer.
+    """Store one direction per token, which both layers share, for a prompt's keys or for its
+    values.
+
+    Also store the lengths of the token's two vectors, one per layer.
     """
     from . import append_pairs_kernels as kernels
 

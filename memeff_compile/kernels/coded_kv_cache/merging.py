@@ -1,7 +1,7 @@
 """Merge the keys, or the values, of two layers into one shared direction and two lengths.
 
 A row is the key or value vector of one head and token. The two layers' rows of the same token
-become one shared direction (a vector of length one) and two lengths; if the angle between the two
+become one shared direction (a vector of length one) and two lengths. If the angle between the two
 rows is too large, both rows stay unmerged. The rotary embedding does not matter for merging,
 because it rotates the rows of both layers by the same angles.
 
@@ -78,9 +78,9 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
     """Return the distance, (B, H), above which rows stay unmerged; if `reading` is ``similar``,
     rows below this distance stay unmerged.
 
-    The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
+    The function uses only the distances (B, H, N) for which `counted` is true. If `counted` is true
     for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
-    the largest distance: with 0.1, the rows in the upper tenth of this range stay unmerged or, if
+    the largest distance. With 0.1, the rows in the upper tenth of this range stay unmerged or, if
     `reading` is ``similar``, the rows in its lower tenth. A larger `gamma` keeps more rows
     unmerged, and 1 keeps all rows unmerged.
     """
@@ -100,14 +100,15 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows that stay unmerged: those whose distance is beyond the threshold, starting
-    with the distances farthest beyond it, and at most `room` rows.
+    """Choose the rows that stay unmerged, at most `room` rows. These are the rows with a distance
+    beyond the threshold, the farthest first.
 
-    Returns:
-        chosen: bool (B, H, N), whether a row stays unmerged.
-        rank: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
-            most extreme.
-        left_over: (B, H) int64, how many more rows than `room` are beyond the threshold.
+    The results are:
+
+    - `chosen`: bool (B, H, N), whether a row stays unmerged.
+    - `rank`: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
+      most extreme.
+    - `left_over`: (B, H) int64, how many more rows than `room` are beyond the threshold.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)

@@ -50,7 +50,7 @@ def _moved(name, source, right):
 def _take_two(BITS, PART, BYTE):
     """Return assembly code that converts the codes of one channel block to numbers.
 
-    These are the codes in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
+    The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
     third bit comes from a second operand, and the last channel block is stored separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)

@@ -1,9 +1,9 @@
 """Describe into which tensors each codec splits a bf16 weight, and name these tensors.
 
-A weight is read in row-major order as a flat array of 16-bit patterns, padded with zeros to a whole
-number of chunks (blocks of fixed size). Every codec stores the sign and mantissa of each pattern as
-one byte, and encodes the exponent. All codecs use the following order inside a group of 256
-weights, so that a kernel rebuilds two neighbouring weights at once, in one 32-bit word:
+A weight is read in row-major order as a flat array of 16-bit patterns. The array is padded with
+zeros to a whole number of chunks (blocks of fixed size). Every codec stores the sign and mantissa
+of each pattern as one byte, and encodes the exponent. All codecs use the following order inside a
+group of 256 weights. A kernel then rebuilds two neighbouring weights at once, in one 32-bit word:
 
     group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of thread j (0 to 31) of a warp
 
@@ -144,7 +144,7 @@ def padded(count: int) -> int:
 
 def sampled(count: int) -> int:
     """Return the stride between the runs (stretches of consecutive weights) that the codec `win4`
-    samples to choose an exponent window; 1 means that the codec reads all weights."""
+    samples to choose an exponent window. With 1, the codec reads all weights."""
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 

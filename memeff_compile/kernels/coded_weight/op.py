@@ -122,11 +122,11 @@ def encode_soon(
     fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must
-    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. They
-    return an `Outcome`, which tells later whether the value fitted. Until then no code may read the
-    coded tensors. Without a spill buffer (memory for values whose codes do not fit), the caller
-    must keep the dense value until then. A lossy codec raises an error for values that are not
-    finite.
+    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These
+    codecs return an `Outcome`, which tells later whether the value fitted. Until then no code may
+    read the coded tensors. Without a spill buffer (memory for values whose codes do not fit), the
+    caller must keep the dense value until then. A lossy codec raises an error for values that are
+    not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":

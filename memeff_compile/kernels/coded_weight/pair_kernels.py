@@ -191,8 +191,8 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load one 7-bit normaliser (scale) for each group. It belongs to the weights of the first
-    (HALF is 0) or the last (HALF is 1) sixteen threads of a warp."""
+    """Load one 7-bit normaliser (scale) for each group. The normaliser belongs to the weights of
+    the first (HALF is 0) or the last (HALF is 1) sixteen threads of a warp."""
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:

@@ -207,7 +207,7 @@ def list_patches(
     launch.
 
     If the codes of a weight do not fit into its allocation, the weight's value is in the spill
-    buffer, and the allocation is invalid.
+    buffer (`refuge`). The allocation is then invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

@@ -51,8 +51,9 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int64; the weights are read in runs
-    (stretches of consecutive weights), of which only one in `every` is counted.
+    """Return how often each of the 256 exponents occurs, as int64.
+
+    The weights are read in runs of consecutive weights. Only one run in `every` is counted.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
@@ -93,7 +94,7 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
     """Pack a flat tensor of sign and mantissa fields, of `bits` bits each, in the order that
     kernels read.
 
-    Fields of eight bits take two words per thread of a warp; each word contains two pairs of
+    Fields of eight bits take two words per thread of a warp. Each word contains two pairs of
     fields, one in its even bytes and one in its odd bytes. Smaller fields of one thread of a warp
     follow one another, in 8, 16 or 32 bits.
     """
@@ -146,7 +147,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Encode exponents in 4 bits; return all coded tensors except the signs and mantissas.
 
-    Code 0 means a zero of either sign; a weight whose exponent is outside of the window (the range
+    Code 0 means a zero of either sign. A weight whose exponent is outside of the window (the range
     of exponents that have codes) is stored whole, as a patch.
     """
     header = win4_header(counts)
@@ -182,7 +183,7 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
     whether the weight is stored whole (a patch).
 
     Code 3 in the first two windows means that the exponent has no code in this window, and the next
-    window's code counts; code 15 in the last window means exponent 0.
+    window's code counts. Code 15 in the last window means exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -279,7 +280,7 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return a table of 1024 slots, each with an exponent (8 bits), its frequency minus one (12
+    """Return a table of 1024 slots. Each slot has an exponent (8 bits), its frequency minus one (12
     bits), and the slot's position among the exponent's slots (12 bits)."""
     table = []
     for exponent, slots in enumerate(frequencies(counts)):

@@ -3,7 +3,7 @@ weight's codes.
 
 An operation without special support first decodes the weight. A linear layer calls
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
-raise an error, because no dense memory exists to write to; only `copy_` of a whole new value works:
+raise an error, because no dense memory exists to write to. Only `copy_` of a whole new value works:
 the value is encoded. A view is a decoded copy, and in-place writes to a view raise an error too.
 """
 
@@ -46,8 +46,8 @@ class Unsettled:
     """A new value of a weight, until it is known whether its codes fitted into the memory of the
     old codes.
 
-    If the codes did not fit, the value is encoded again, either from the spill buffer (memory for
-    values whose codes do not fit) or from the dense value, which is kept until then.
+    If the codes did not fit, the value is encoded again. The value comes from the spill buffer
+    (memory for values whose codes do not fit) or from the dense value, kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -396,7 +396,7 @@ class CodedWeight(Tensor):
         fitted.
 
         Call `settle` on the result; code that reads the weight also calls `settle`. Raise
-        CodedWeightError if memory runs out while the codes are written: the dense value is then
+        CodedWeightError if memory runs out while the codes are written. The dense value is then
         kept, and encoded when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
@@ -619,8 +619,8 @@ class CodedWeightView(Tensor):
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy of the values as a tensor of another class, because writes to a tensor of
-        that class would not raise an error."""
+        """Return a copy of the values as a tensor of another class. The result is a copy because
+        writes to a tensor of that class would not raise an error."""
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec `tier`: a thread decodes sixteen weights, with one 2-bit code each from
+"""GPU kernels of the codec `tier`. A thread decodes sixteen weights, with one 2-bit code each from
 a first stream, and further bits from a second and a third stream.
 
 A 2-bit code of 3 means that the weight has more bits in the second stream. So a thread's position
-in the second stream is the number of 2-bit codes equal to 3 in all words before the thread's own
-word. The kernel finds this position with one bit count and one prefix sum per sixteen weights. A
-second bit count and a second prefix sum give the thread's position in the third stream.
+in the second stream is the number of 2-bit codes equal to 3 before the thread's own word. The
+kernel finds this position with one bit count and one prefix sum per sixteen weights. A second bit
+count and a second prefix sum give the thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _coded_weight_tier_decode_kernel(
 
 @triton.jit
 def _codes(pattern, windows):
-    """Return the codes of a 16-bit weight pattern in all three windows (ranges of exponents that
-    have codes), and its byte of sign and mantissa."""
+    """Return the codes of a 16-bit weight pattern in all three windows, and its byte of sign and
+    mantissa. A window is a range of exponents that have codes."""
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow

@@ -3,7 +3,7 @@
 kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
-4-bit exponent code and at most 3 mantissa bits is an fp16 number, so one instruction assembles the
+4-bit exponent code and at most 3 mantissa bits is an fp16 number. So one instruction assembles the
 bits of four weights, and another instruction turns the bits of two weights into fp16 numbers. The
 kernel multiplies the sum of products over each group by the group's normaliser (scale), instead of
 multiplying each weight by the normaliser.
@@ -14,8 +14,8 @@ most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 col
 are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
-group of 256 columns contains the eight columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
-from every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
+group of 256 columns contains the eight columns `128 i + 64 o + 2 w + h`, with i, o and h each 0 or
+1. From every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
 
 Variable names have the same meaning as in `matrix_kernels`.
 """
@@ -246,8 +246,9 @@ def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
 def _coded_weight_token_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width; each product is summed in the same
-    order as in a separate call.
+    """Multiply one token by 2 or 3 weights of the same width.
+
+    Each product is summed in the same order as in a separate call.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS

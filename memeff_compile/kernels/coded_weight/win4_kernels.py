@@ -145,8 +145,8 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and 1 if the
-    weight must be stored whole (a patch), else 0."""
+    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and a flag. The
+    flag is 1 if the weight must be stored whole (a patch), else 0."""
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -157,8 +157,8 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return the codes of a pair of weights at their bit positions in a word, their bytes of sign
-    and mantissa, and the number of patches (weights stored whole) in the pair.
+    """Return the codes of a pair of weights at their bit positions in a word, and their bytes of
+    sign and mantissa. Also return the number of patches (weights stored whole) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -263,7 +263,7 @@ def list_chunks(
 
     The kernel drops patches (weights stored whole) that do not fit into their lists. If patches are
     dropped, the weight is also written to the spill buffer (memory for weights whose codes do not
-    fit), and the start indices stay inside the lists, so that decoding reads no other memory.
+    fit). The start indices then stay inside the lists, so that decoding reads no other memory.
     Without a spill buffer, the last start index is the length that the lists of patches need.
     """
     starts_ptr, places_ptr, values_ptr = lists

@@ -65,8 +65,10 @@ class _Places(NamedTuple):
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return the row index of each id in this rank's weight, or -1 if another rank stores the
-        row; also return the row index of `padding_idx`.
+        """Return the row index of each id in this rank's weight, and the row index of
+        `padding_idx`.
+
+        The index of an id is -1 if another rank stores the row.
         """
         if self.first_row is None:
             return ids, self.padding_idx

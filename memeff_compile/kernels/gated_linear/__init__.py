@@ -2,7 +2,7 @@
 up with their gradients.
 
 The backward pass of a gated MLP's last linear computes three tensors of size (tokens, intermediate
-size) from three others. The three inputs are gate, up and the product's gradient; the three results
+size) from three others. The three inputs are gate, up and the product's gradient. The three results
 are the product act(gate) * up (for the weight's gradient) and the gradients of gate and up. In
 Inductor's fused kernel, all six tensors exist at once. This op's kernel works in place: it writes
 its three results over its three inputs.

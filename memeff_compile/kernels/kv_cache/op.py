@@ -1,7 +1,7 @@
 """memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, choice of
 implementation, fake tensors.
 
-`kv_cache_append` and `kv_cache_last` are composed of other ops (CompositeImplicitAutograd): the
+`kv_cache_append` and `kv_cache_last` are composed of other ops (CompositeImplicitAutograd). The
 inner compiler sees two in-place writes and fuses them with the ops that compute the keys, including
 the rotary embedding. `kv_cache_attention` is a custom op without side effects. `kv_cache_attention`
 has no backward pass, because it is meant for generation; if a gradient is requested, it raises an

@@ -539,7 +539,7 @@ def _linear_cross_entropy_hopper_loss_kernel(
     """Check each row's base, then merge the row's statistics in a fixed order.
 
     The base is the number subtracted from the row's logits, and must be close enough to the largest
-    of them. If ranks split the vocabulary, this kernel only writes the statistics that the ranks
+    logit. If ranks split the vocabulary, this kernel only writes the statistics that the ranks
     exchange, and another kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)

@@ -27,13 +27,14 @@ On an H200, forward plus backward pass take at least the sum of the first three 
 - 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
 - 10 NV / 4.28e12 to read the fp32 logits twice and write their gradient once (16-bit inputs);
 - 8 ND * blocks / 4.28e12 to read and write the hidden states' gradient once per block;
-- 8 NV / 4.28e12 to write the fp32 logits twice, partly while other logits are computed. For N, D, V
-  = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms. For N, D, V =
-  8192, 2304, 256000, they are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an adapter takes
-  at least 2 * 2NDV / 790e12 seconds for products. In 16 bits, the memory takes at least 26 NV /
-  4.28e12 seconds. The fp32 logits are written, added to and read twice. Their gradient is written
-  once and read in three products. For N, D, V = 8192, 4096, 128256, these two times are 21.8 and
-  6.4 ms.
+- 8 NV / 4.28e12 to write the fp32 logits twice, partly while other logits are computed.
+
+For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms. For N,
+D, V = 8192, 2304, 256000, the times are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an
+adapter takes at least 2 * 2NDV / 790e12 seconds for products. In 16 bits, the memory takes at least
+26 NV / 4.28e12 seconds. The fp32 logits are written, added to and read twice. The gradient of the
+logits is written once and read in three products. For N, D, V = 8192, 4096, 128256, these two times
+are 21.8 and 6.4 ms.
 """
 
 from __future__ import annotations

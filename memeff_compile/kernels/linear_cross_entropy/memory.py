@@ -120,11 +120,12 @@ def bytes_after(
     - the workspace of blocks (if the vocabulary has more than 64 columns, a block has at most half
       of them);
     - the vectors of N elements;
-    - for 16-bit inputs, the fp32 sum of the hidden states' gradient (4ND). For `reference`, the
-      bound adds the fp32 copies of 16-bit hidden states and of blocks of the weight. On a CPU, the
-      bound also adds the copies of the rows that are not ignored. `how` contains the fields of
-      `How`; `pieces` may contain symbols, for a short formula, and is by default the result of
-      `piece_sizes`.
+    - for 16-bit inputs, the fp32 sum of the hidden states' gradient (4ND).
+
+    For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
+    weight. On a CPU, the bound also adds the copies of the rows that are not ignored. `how`
+    contains the fields of `How`; `pieces` may contain symbols, for a short formula, and is by
+    default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given

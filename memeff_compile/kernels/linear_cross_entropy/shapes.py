@@ -162,7 +162,8 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
 
     One step is the product for the weight's gradient, in tiles of 128 x 256. The other step adds
     the block's contribution to the hidden states' gradient. A block's other two products compute
-    the logits and the hidden states' gradient. Their time per column does not depend on the width.
+    the logits and the hidden states' gradient. The time of these products per column does not
+    depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE

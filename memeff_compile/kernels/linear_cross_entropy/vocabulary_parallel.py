@@ -3,10 +3,8 @@ their merging.
 
 Rank r of P ranks has the rows W_r of the weight that `torch.chunk` assigns to it. Below, h is the
 hidden states, and y the targets. For a loss per row, one op computes the statistics of the rank's
-classes, k numbers per row. All ranks then gather these statistics. For a loss per row, one op
-computes the statistics of the rank's classes, k numbers per row, and all ranks gather these
-statistics. Another op then merges the statistics of all ranks into the results of
-`linear_cross_entropy` for all classes:
+classes, k numbers per row. All ranks then gather these statistics. Another op then merges the
+statistics of all ranks into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
@@ -34,8 +32,10 @@ differ, every rank raises an error. Ranks may use different implementations. The
 the number of gathers depend only on these values:
 
 - the number of rows, and the classes of all ranks;
-- the dtype, the workspace and the kind of device. Each rank gets the gradient of its W_r, and a
-  summand of the gradient of h. The caller has to add up the summands of all ranks.
+- the dtype, the workspace and the kind of device.
+
+Each rank gets the gradient of its W_r, and a summand of the gradient of h. The caller has to add up
+the summands of all ranks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ The class `Coefficients` contains a1 to a6 and `share`. KL(q || p), KL(p || q), 
 Jensen-Shannon divergence, skewed divergences and the cross entropy with the teacher's probabilities
 are such sums. The student's logits are scale * (hidden @ weight.T + bias). The teacher's logits are
 computed in the same way from the teacher's hidden states and weight, which may have another hidden
-size, or the caller passes the teacher's logits. The op computes no gradient for the teacher.
+size. Alternatively, the caller passes the teacher's logits. The op computes no gradient for the
+teacher.
 
 For each block of rows, two matrix products compute the logits of student and teacher. From these
 logits, the op computes row statistics in fp32, then the gradient of the student's logits, which

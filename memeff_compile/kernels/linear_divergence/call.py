@@ -233,7 +233,7 @@ def slots_for(
     lent: int = 0,
 ) -> Slots:
     """Choose the number of slots (buffers for the logits' gradients of a block of rows). The call
-    gets as many slots as fit into the workspace, but no more than it has blocks of rows.
+    gets as many slots as fit into the workspace, but no more than the call has blocks of rows.
 
     - `rows`: the number of rows in the call.
     - `columns`: the number of columns in a slot.

@@ -215,8 +215,8 @@ class _Walk(ABC):
 
     def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
         """Return whether to load tiles of both operands of a matrix product through descriptors.
-        The GPU must support this for both operands, and loading them so was faster on GPUs of its
-        kind."""
+        Descriptors must support both operands, and the GPU must be of a kind on which such loads
+        were faster."""
         are_read = all(
             each.dtype in (torch.bfloat16, torch.float16)
             and each.is_contiguous()

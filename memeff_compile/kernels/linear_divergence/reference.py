@@ -13,8 +13,10 @@ from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row; if `factors` (a number per row) is given, also
-    compute the gradients of the sum of all rows' divergences, each multiplied by its factor."""
+    """Compute one number (the divergence) per row.
+
+    If `factors` (a number per row) is given, also compute the gradients of a sum over all rows:
+    each row's divergence times its factor."""
     sums = _Gradients(given, wanted(given, factors, mask))
     rows = given.hidden.new_empty(given.rows, dtype=given.wide)
     for here in sums.blocks():

@@ -2,9 +2,8 @@
 """Kernels that encode keys and values, and prepare the encoding of queries: four launches, or five
 if the queries' means are subtracted. A kernel's name contains its step:
 
-- `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also
-  computes sums of some queries or, if the queries' means are subtracted, the mean of each block of
-  queries.
+- `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also computes
+  sums of some queries or, if the queries' means are subtracted, the mean of each block of queries.
 - `settle` computes, from the chunks' results, the means, the scales of values, and the direction of
   the queries' mean (their common direction).
 - `write` writes the codes of keys and values, and the sum of the values in each block.
@@ -16,9 +15,9 @@ The kernel `look` reads all values, but only every SAMPLE-th key, because an app
 keys is enough. Only the kernels `settle` and `total` combine results of several programs; they read
 these results from memory.
 
-If all queries have a large common mean, the rounding error of a key changes the key's scores with
-all queries by about the same amount. The function `_aligned` makes this change almost vanish: it
-adds integers to the key's codes in two channels.
+If all queries have a large common mean, a key's rounding error changes its scores with all queries
+by about the same amount. The function `_aligned` makes this change almost vanish: it adds integers
+to the key's codes in two channels.
 """
 
 from __future__ import annotations
@@ -260,12 +259,15 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
     """Write the factors of the channels, and the common direction of the queries.
 
-    The common direction is the direction of the sum of the sampled queries. The kernel stores this
-    direction, its Hadamard transform, the transform's elements in two channels, the indices of
-    these channels, and the direction's share of the queries' energy (sum of squares). The stored
-    direction is zero if it has only a small share of the queries' energy. The first of the two
-    channels has the largest transformed element; the element of the second channel is about a third
-    as large.
+    The common direction is the direction of the sum of the sampled queries. The stored direction is
+    zero if this direction has only a small share of the queries' energy (sum of squares). The
+    kernel stores:
+
+    - this direction, its share of the queries' energy, and its Hadamard transform;
+    - the transform's elements in two channels, and the indices of these channels.
+
+    The first of the two channels has the largest transformed element; the element of the second
+    channel is about a third as large.
     """
     samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -324,8 +326,9 @@ def _quantized_attention_prepare_settle_kernel(
     sampled_queries,  # in all of these
     C: tl.constexpr,
 ):
-    """Compute the mean of the keys, the scale and mean of the values, the divisor of each channel,
-    and the common direction of the queries.
+    """Compute the mean of the keys, and the scale and mean of the values.
+
+    Also compute the divisor of each channel, and the common direction of the queries.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -188,8 +188,8 @@ def turned(x: Tensor, far: int, near: int) -> Tensor:
     The transform's elements are 1 and -1, not normalised. The transform combines `near`
     neighbouring channels, and `far` channels that are spread over the head. The transform spreads a
     large number in one channel over many channels, so that quantisation steps become finer. Both
-    queries and keys are transformed. Their scores are then larger by a factor: the number of
-    channels that the transform combines.
+    queries and keys are transformed. The scores of queries and keys are then larger by a factor:
+    the number of channels that the transform combines.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -345,7 +345,7 @@ def attend(
     M, H, D).
 
     The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32.
-    If the caller does not request this result, it is (B, H, 0).
+    If the caller does not request the logarithm, the second result is (B, H, 0).
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)

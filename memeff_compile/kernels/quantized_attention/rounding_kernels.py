@@ -2,8 +2,9 @@
 """Device functions that round to 8 bits, for kernels that write codes and for kernels that read
 them.
 
-If one number of a group that shares a scale is not finite, the group gets the scale nan. int8 has
-no nan, so with an ordinary scale the code of such a number would decode to an ordinary number.
+If one number of a group that shares a scale is not finite, the group gets the scale nan. The reason
+is that int8 has no nan. With an ordinary scale, the code of such a number would decode to an
+ordinary number.
 """
 
 from __future__ import annotations

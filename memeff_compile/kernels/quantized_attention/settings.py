@@ -131,7 +131,7 @@ class Settings:
 
         The matrix product takes int8 operands, and a 4-bit code times this factor still fits into
         int8. So the kernel that writes a key's codes can multiply these codes by a factor of the
-        key, and each key has its own quantisation step, although the attention kernel reads only
+        key. Each key then has its own quantisation step, although the attention kernel reads only
         one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1

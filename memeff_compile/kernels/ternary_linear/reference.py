@@ -2,9 +2,9 @@
 layout of packed weights.
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
-the codes of columns 16 t to 16 t + 15: field j of byte b is column 16 t + 4 j + b. Activations are
-stored in the same order, as four planes of bytes: byte 4 t + b of plane j is column 16 t + 4 j + b.
-So field j of a weight word is multiplied by plane j of the activations.
+the codes of columns `16 t` to `16 t + 15`. Field j of byte b is column `16 t + 4 j + b`.
+Activations are stored in the same order, as four planes of bytes. Byte `4 t + b` of plane j is
+column `16 t + 4 j + b`. So field j of a weight word is multiplied by plane j of the activations.
 """
 
 from __future__ import annotations

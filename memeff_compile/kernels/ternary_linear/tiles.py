@@ -129,7 +129,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums of codes (M,) int32.
 
-    With `is_chained`, the next kernel in the stream may start before this kernel has ended; that
+    With `is_chained`, the next kernel in the stream may start before this kernel has ended. That
     next kernel must be a `product` or `vectors` with `is_chained`. With `is_early`, this kernel may
     start before the previous kernel in the stream has ended.
     """
