@@ -10,7 +10,7 @@ score in each group of rows. For `mass`, the score is the sum of the class's pro
 group's rows; for `block`, the maximum. The filter drops the classes whose score is below a
 threshold, called a level. For each row and each of 31 levels, the pass sums the probabilities that
 the row would lose at this level. For each group, `mass` uses the highest level at which no row
-loses more than the setting tau. `block` has only one level, the setting eps. The filter always
+loses more mass than the setting tau. `block` has only one level, the setting eps. The filter always
 keeps the target classes of the group's rows.
 
 Classes are then sorted by the set of row groups in which the filter keeps them. In most tiles (128

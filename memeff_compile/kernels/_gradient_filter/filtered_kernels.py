@@ -684,9 +684,9 @@ def _gradient_filter_products_kernel(
     Packed tiles contain the logits' gradients in the tiles that the filter keeps. The product with
     the weight is the hidden states' gradient (dE), the product with the hidden states the weight's
     gradient (dC). The tiles of dE are computed first, because they take longest. Programs that run
-    at the same time compute tiles of neighbouring groups. Neighbouring groups need the same rows of
-    the weight, which therefore stay in the L2 cache. One program computes all of a tile, so the
-    order in which programs take tiles does not change the results.
+    at the same time compute tiles of neighbouring groups. These tiles need the same rows of the
+    weight, which therefore stay in the L2 cache. One program computes all of a tile, so the order
+    in which programs take tiles does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0

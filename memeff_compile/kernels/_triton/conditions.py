@@ -47,8 +47,8 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether the kernel must read every key. The kernel must if a query without a
-        visible key gets the mean of all values, and the call may have such a query.
+        """Return whether the kernel must read every key. The call then may have a query without a
+        visible key, and such a query gets the mean of all values.
         """
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 

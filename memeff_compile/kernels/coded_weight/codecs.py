@@ -488,8 +488,8 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     multiple of the chunk size.
 
     With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight.
-    The codec `win4` takes no `by` here: `_code_win4` updates and encodes in one kernel. The buffer
-    contains 16-bit numbers.
+    For the codec `win4`, this function ignores `by`: `_code_win4` updates and encodes in one
+    kernel. The buffer contains 16-bit numbers.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))

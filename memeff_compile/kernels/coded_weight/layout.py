@@ -2,8 +2,8 @@
 
 A weight is read in row-major order as a flat array of 16-bit patterns. The array is padded with
 zeros to a whole number of chunks (blocks of fixed size). Every codec stores the sign and mantissa
-of each pattern as one byte, and encodes the exponent. All codecs use the following order inside a
-group of 256 weights. A kernel then rebuilds two neighbouring weights at once, in one 32-bit word:
+of each pattern as one byte, and encodes the exponent. A kernel rebuilds two neighbouring weights at
+once, in one 32-bit word. So all codecs use the following order inside a group of 256 weights:
 
     group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of thread j (0 to 31) of a warp
 

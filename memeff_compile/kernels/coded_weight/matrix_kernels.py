@@ -145,8 +145,8 @@ def _operand(pair, scale, layout: gl.constexpr):
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
     """Return where some rows of the weight are stored, and the range of their patches.
 
-    The position of the rows is the first chunk, the number of chunks, and the position in the first
-    chunk. Patches are weights stored whole.
+    Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. Patches are weights stored whole.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length

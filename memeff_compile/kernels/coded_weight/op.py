@@ -250,9 +250,9 @@ def trained_product(given: Product, folds: bool) -> Tensor:
 
     An inner compiler sees `F.linear`: it may split off the bias, and it calls `F.linear` with less
     overhead than a custom op. The op that decodes gets x as its argument `at`. So the compiler
-    cannot decode a weight before its layer's input x exists. The compiler also cannot decode a
-    weight only once if several layers share it. For weights that require gradients, inputs with
-    unusual strides are copied into contiguous rows.
+    cannot decode a weight before its layer's input x exists. Nor can the compiler decode a weight
+    only once for several layers that share the weight. For weights that require gradients, inputs
+    with unusual strides are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share: pairs of weights in one 32-bit word,
-patches (weights stored whole), and histograms.
+"""Device functions that the kernels of all codecs share. The functions process pairs of weights in
+one 32-bit word, patches (weights stored whole), and histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
@@ -323,8 +323,8 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that COUNT lists need to a spill buffer (memory for weights whose codes do
-    not fit). If a list was too short, also write the weight's value there.
+    """Write, to a spill buffer, the lengths that COUNT lists need. The spill buffer is memory for
+    weights whose codes do not fit. If a list was too short, also write the weight's value there.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

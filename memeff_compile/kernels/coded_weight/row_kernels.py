@@ -35,8 +35,8 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 def chunks_of(weight, first_row, rows, row_length):
     """Return where some rows of the weight are stored, and the range of their patches.
 
-    The position of the rows is the first chunk, the number of chunks, and the position in the first
-    chunk. Patches are weights stored whole.
+    Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. Patches are weights stored whole.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length

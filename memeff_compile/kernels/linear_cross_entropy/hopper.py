@@ -32,9 +32,9 @@ a hidden size that is a multiple of 8, and a contiguous weight.
 
 An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. There, the forward
 plus backward pass of a loss per row should take this time in seconds: `4 * 2NDV / 700e12 + 8ND *
-blocks / 4.28e12`. The first term is the time of four matrix products. The second is the time to
-read and write the hidden states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV /
-700e12 seconds. The lower bounds (at 790e12 operations per second) and the predictions are:
+blocks / 4.28e12`. The first term is the time of four matrix products. The second term is the time
+to read and write the hidden states' gradient (dE) once per block. A scalar loss should take 3 *
+2NDV / 700e12 seconds. The lower bounds (at 790e12 operations per second) and the predictions are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;

@@ -8,13 +8,14 @@ The epilogue (the code after a tile's product) uses the tile of logits in one of
 - It writes a tile of the logits' gradient G, if these statistics are known.
 - It writes a tile of X (the logits' gradient up to a factor per row).
 
-An element of X is X_ij = exp(z_ij - base_i), rounded once to 16 bits. With a softcap, the element
-is exp(z_ij - base_i) * dz/ds, where s is the product before the softcap. The number base_i is near
-the largest logit of row i. The factor that turns row i of X into gradients is exp(base_i - lse_i)
-times the scale. Here, lse_i is the row's log-sum-exp. The products of X with other matrices apply
-this factor. In the column of a row's target class, X contains (p - 1) / factor, where p is the
-target's probability. So the subtraction is not done in 16 bits. Ranks that split the vocabulary
-exchange log-sum-exps after writing X.
+An element of X is X_ij = exp(z_ij - base_i). With a softcap, the element is X_ij = exp(z_ij -
+base_i) * dz/ds, where s is the product before the softcap. Both kinds of X_ij are rounded once to
+16 bits. The number base_i is near the largest logit of row i. This number is known before the
+logits are computed, so writing X need not wait for the log-sum-exp. The factor that turns row i of
+X into gradients is exp(base_i - lse_i) times the scale. Here, lse_i is the row's log-sum-exp. The
+products of X with other matrices apply this factor. In the column of a row's target class, X
+contains (p - 1) / factor, where p is the target's probability. So the subtraction is not done in 16
+bits. Ranks that split the vocabulary exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are

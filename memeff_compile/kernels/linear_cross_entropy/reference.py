@@ -7,8 +7,8 @@ gradients of the logits once to the input dtype, as the implementation `library`
 loss, this implementation processes blocks of rows. The implementation computes a block's logits
 once for the whole vocabulary, reduces them to row statistics, and then overwrites them with their
 gradient. The weight's gradient is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU,
-rows with an ignored target are left out. On a GPU they are not, because reading the targets would
-make the CPU wait for the GPU.
+rows with an ignored target are left out. On a GPU, these rows are computed too, because reading the
+targets would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -358,8 +358,8 @@ class Total(Statistics, Differentiating):
     def _columns(self) -> list[tuple[int, int]]:
         """Return ranges of columns for the blocks.
 
-        If the weight must be converted to a wider dtype, a block's rows are copied. The copy is no
-        larger than the buffer of logits."""
+        If the weight must be converted to a wider dtype, a block's rows of the weight are copied.
+        The copy is no larger than the buffer of logits."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]

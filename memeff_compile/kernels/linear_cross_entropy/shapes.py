@@ -267,7 +267,7 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
-    """Return the rows and columns of a tile of the hidden states' (dE) and weight's gradient (dC).
+    """Return the rows and columns of a tile of the gradients of hidden states (dE) and weight (dC).
     Of two possible tile shapes, the function returns the shape with fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows

@@ -15,9 +15,9 @@ The kernel `look` reads all values, but only every SAMPLE-th key, because an app
 keys is enough. Only the kernels `settle` and `total` combine results of several programs; they read
 these results from memory.
 
-If all queries have a large common mean, a key's rounding error changes its scores with all queries
-by about the same amount. The function `_aligned` makes this change almost vanish: it adds integers
-to the key's codes in two channels.
+If all queries have a large common mean, a key's rounding error changes the key's scores with all
+queries by about the same amount. The function `_aligned` makes this change almost vanish: it adds
+integers to the key's codes in two channels.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.cons
     """Write the factors of the channels, and the common direction of the queries.
 
     The common direction is the direction of the sum of the sampled queries. The stored direction is
-    zero if this direction has only a small share of the queries' energy (sum of squares). The
+    zero if the common direction has only a small share of the queries' energy (sum of squares). The
     kernel stores:
 
     - this direction, its share of the queries' energy, and its Hadamard transform;
