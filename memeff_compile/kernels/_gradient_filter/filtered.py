@@ -7,11 +7,11 @@ this estimate, and 128 consecutive rows form a group.
 
 One pass over all classes computes the statistics of the rows. The same pass gives each class a
 score in each group of rows. For `mass`, the score is the sum of the class's probabilities over the
-group's rows; for `block`, the maximum. The filter drops the classes whose score is below a
-threshold, called a level. For each row and each of 31 levels, the pass sums the probabilities that
-the row would lose at this level. For each group, `mass` uses the highest level at which no row
-loses more mass than the setting tau. `block` has only one level, the setting eps. The filter always
-keeps the target classes of the group's rows.
+group's rows. For `block`, the score is the maximum. The filter drops the classes whose score is
+below a threshold, called a level. For each row and each of 31 levels, the pass sums the
+probabilities that the row would lose at this level. For each group, `mass` uses the highest level
+at which no row loses more mass than the setting tau. `block` has only one level, the setting eps.
+The filter always keeps the target classes of the group's rows.
 
 Classes are then sorted by the set of row groups in which the filter keeps them. In most tiles (128
 rows x 128 classes), the filter therefore keeps all classes or none. For the tiles with kept
@@ -457,7 +457,7 @@ class Walks(NamedTuple):
 
     @property
     def forward(self) -> Any:
-        """Return the forward pass of the loss op's implementation; a gradient filter does not
+        """Return the forward pass of the loss op's implementation. A gradient filter does not
         change the forward pass.
         """
         return self.exact.forward
@@ -475,7 +475,7 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop that computes the gradients; the filter drops classes for the hidden
+        """Return the loop that computes the gradients. The filter drops classes for the hidden
         states' gradient, for the weight's gradient, or for both gradients.
         """
         parts, rest = settings.filter_parts, list(output_mask[:3])

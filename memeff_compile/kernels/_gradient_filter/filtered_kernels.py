@@ -146,7 +146,7 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the thresholds of the levels with the given indices; a level drops a class whose score
+    """Return the thresholds of the levels with the given indices. A level drops a class whose score
     is below its threshold.
 
     The last level's threshold is higher than the score of every class, so this level drops all

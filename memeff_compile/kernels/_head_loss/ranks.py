@@ -113,7 +113,7 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return a DTensor's local tensor; if `summed` is given, the gradient of the local tensor is a
+    """Return a DTensor's local tensor. If `summed` is given, the gradient of the local tensor is a
     partial sum over the mesh dimension `summed`."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
@@ -139,7 +139,7 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange the statistics of a block of rows with the other ranks; return the log-sum-exps
+        """Exchange the statistics of a block of rows with the other ranks. Return the log-sum-exps
         and losses over all classes."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll

@@ -66,7 +66,7 @@ class RowWalk(Differentiating):
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:
         """Return a tensor descriptor, with which the GPU loads tiles of a given shape from a
-        matrix; all blocks share the descriptor."""
+        matrix. All blocks share the descriptor."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = describe(matrix, rows, columns)  # holds the matrix

@@ -87,7 +87,8 @@ def row_values(
     """Return the five numbers from which kernels compute a row of G (the logits' gradient), for
     each row that is not ignored.
 
-    The result is (5, N) fp32; its columns are in the order of the rows that are not ignored.
+    The result is (5, N) fp32. The columns of the result are in the order of the rows that are not
+    ignored.
     """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))

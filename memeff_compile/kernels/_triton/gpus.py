@@ -2,7 +2,7 @@
 
 A kind of GPU is identified by its vendor together with its compute capability. The reason is that
 PyTorch gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a
-kind of GPU, add a row; a GPU without a row is treated as the least capable GPU of its vendor.
+kind of GPU, add a row. A GPU without a row is treated as the least capable GPU of its vendor.
 """
 
 from __future__ import annotations

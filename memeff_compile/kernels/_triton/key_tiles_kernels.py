@@ -25,7 +25,7 @@ FAR = tl.constexpr(2**62)
 
 @triton.jit
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries.
+    """Return which keys of a tile each query attends to. `AXIS` is the axis of the queries.
 
     `queries` and `keys` are pairs of positions and ids; `span` contains the bounds ``(ahead,
     behind)``.
@@ -123,7 +123,7 @@ def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: 
 def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
     """Return which of the tiles `other` the program visits, and which of them are complete.
 
-    `reach` is `visited_by`'s result for the program's tile; `ours` and `theirs` are `table_of`'s
+    `reach` is `visited_by`'s result for the program's tile. `ours` and `theirs` are `table_of`'s
     results for the program's tile and for the tiles `other`.
     """
     visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)

@@ -159,10 +159,10 @@ def launch(
 
 
 class Launches:
-    """A runner of the kernel launches of one call, in order; it reuses the compiled kernels of an
-    earlier call that had equal `sizes`. A launch reuses a compiled kernel if kernel, constants,
-    numbers and dtypes are the same, and if all memory is aligned to 16 bytes. All tensors of a
-    launch must be on the current GPU.
+    """A runner of the kernel launches of one call, in order. The runner reuses the compiled kernels
+    of an earlier call that had equal `sizes`. A launch reuses a compiled kernel if kernel,
+    constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. All
+    tensors of a launch must be on the current GPU.
 
     A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
     small calls.

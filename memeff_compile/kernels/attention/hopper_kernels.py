@@ -4,7 +4,7 @@ of four warps multiply.
 
 Each group of four warps computes 64 positions of the program's tile, and waits only until the
 loading warp has loaded the next tile. Therefore one group of warps can compute exponentials while
-the other group multiplies. A program computes one tile of queries after another; meanwhile, the
+the other group multiplies. A program computes one tile of queries after another. Meanwhile, the
 loading warp already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
@@ -14,9 +14,9 @@ first.
 With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `ranges.find` made.
 The table contains the tiles that each tile of queries visits, and the first and the last visible
 key of each query. If all keys between them are visible, the kernel compares positions with these
-two numbers; otherwise it reads the mask and the ids. In tiles that a mask of keys touches, the
-kernel also reads this mask to replace hidden keys and values by zeros. Hidden keys and values may
-be nan.
+two numbers. Otherwise the kernel reads the mask and the ids. In tiles that a mask of keys touches,
+the kernel also reads this mask to replace hidden keys and values by zeros. Hidden keys and values
+may be nan.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _nth(index, found):
 
 @gluon.jit
 def _which_count(queries, keys, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries."""
+    """Return which keys of a tile each query attends to. `AXIS` is the axis of the queries."""
     query = gl.expand_dims(queries[0], 1 - AXIS)
     key = gl.expand_dims(keys[0], AXIS)
     found = gl.expand_dims(is_key, AXIS) & (query == query)
@@ -177,7 +177,7 @@ def _is_within(ours, other):
 @gluon.jit
 def _counts(ours, other, told, AXIS: gl.constexpr, C: gl.constexpr):
     """Return which pairs of our positions and a visited tile's positions the mask and the ids
-    leave; `AXIS` is the axis of the queries.
+    leave. `AXIS` is the axis of the queries.
     """
     tables, batch, span, queries, keys = told
     query, key = ours, other
@@ -347,8 +347,8 @@ def _step_forward(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start two products: the scores of a tile, and the previous tile's weights times values;
-    compute the tile's softmax weights during the second product."""
+    """Start two products: the scores of a tile, and the previous tile's weights times values.
+    Compute the tile's softmax weights during the second product."""
     acc, total, largest, p, turns = sums
     q_memory, k_memory, v_memory, _ = memory
     _, _, k_full, k_empty, v_full, v_empty, in_turn = bars

@@ -16,7 +16,7 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of one buffer of scores or softmax weights; attention without this op builds
+    """Return the bytes of one buffer of scores or softmax weights. Attention without this op builds
     several such buffers."""
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 

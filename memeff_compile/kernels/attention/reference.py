@@ -26,7 +26,7 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype in which sums are computed; query heads are grouped by the key-value
+    """q, k and v in the dtype in which sums are computed. Query heads are grouped by the key-value
     head that they share."""
 
     q: Tensor  # (B, G, R, M, D) with R query heads to a key head

@@ -58,8 +58,7 @@ def _raw(product, inner, C: tl.constexpr):
 
 @triton.jit
 def _weights(raw, sums, scale):
-    """Return the softmax weights from raw scores, for the backward pass; each weight is at most
-    1."""
+    """Return the softmax weights from raw scores, for the backward pass. Each weight is at most 1."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
@@ -125,7 +124,7 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the tiles that a program visits; if HAS_MASK, also return their list and the list's
+    """Return the tiles that a program visits. If HAS_MASK, also return their list and the list's
     maximum length.
 
     `tile` contains the batch index, the first head, the tile's number and the number of tiles. The

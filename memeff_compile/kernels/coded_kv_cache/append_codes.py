@@ -1,5 +1,5 @@
 """Launch the kernels that append tokens to a low-bit KV cache. The kernels need a CUDA GPU of sm_80
-or later; the CPU does not wait for the GPU."""
+or later. The CPU does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def append(
     programs: int = PROGRAMS,
     codes_values: bool = True,  # False if another launch encodes values
 ) -> None:
-    """Write new tokens and encode the groups that are complete; the op has already checked the
+    """Write new tokens and encode the groups that are complete. The op has already checked the
     shapes.
 
     A token beyond `limit` is not written, and attention then returns nan until the cache is reset.

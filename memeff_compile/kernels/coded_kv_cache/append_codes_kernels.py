@@ -23,7 +23,7 @@ import triton.language as tl
 def parts_of(BITS, SHARES):
     """Return the number of column blocks into which a row of codes is split.
 
-    A byte contains one code of each column block; all codes of a column block share a scale.
+    A byte contains one code of each column block. All codes of a column block share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
@@ -61,7 +61,7 @@ def _over(x, step, IS_FAST: tl.constexpr):
 def _codes(
     x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr, IS_FAST: tl.constexpr = False
 ):
-    """Return the codes of x as int32; with IS_PER_HEAD, codes are symmetric around zero, and the
+    """Return the codes of x as int32. With IS_PER_HEAD, codes are symmetric around zero, and the
     zero point `zero` is not used.
     """
     if IS_PER_HEAD:
@@ -93,7 +93,7 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the quantisation step and the zero point for numbers from `low` to `high`; return both
+    """Store the quantisation step and the zero point for numbers from `low` to `high`. Return both
     as they were rounded for storage.
     """
     kind: tl.constexpr = scales_base.dtype.element_ty
@@ -134,7 +134,7 @@ def _put(
     IS_VALUE: tl.constexpr,
 ):
     """Add the codes of one column block to the bytes that are being packed, and return these bytes.
-    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned;
+    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned.
     8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
@@ -248,7 +248,7 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Encode a group of keys with one scale per channel; a program may encode only some columns of
+    """Encode a group of keys with one scale per channel. A program may encode only some columns of
     each column block."""
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -401,7 +401,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values; also copy each token of these groups that
+    """Encode some groups of new keys, or of new values. Also copy each token of these groups that
     stays exact.
     """
     length, coded, first = at

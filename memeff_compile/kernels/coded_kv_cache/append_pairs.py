@@ -1,5 +1,5 @@
 """Launch the kernels that append tokens to the cache that two layers share. The kernels need a CUDA
-GPU of sm_80 or later; the CPU does not wait for the GPU.
+GPU of sm_80 or later. The CPU does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Use kernels to merge the first tokens that an empty cache gets from both layers; the cache
+    """Use kernels to merge the first tokens that an empty cache gets from both layers. The cache
     then contains the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps

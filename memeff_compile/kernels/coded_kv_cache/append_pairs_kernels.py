@@ -8,7 +8,7 @@ that all four tensors together decide which rows (keys or values of a token) sta
 direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
 weights follow from three sums over the channels of both rows. So a program reads the rows twice, a
 few channels at a time. The first time, the program computes the sums. The second time, the program
-computes and encodes the direction. Programs read the cache's number of tokens from GPU memory; the
+computes and encodes the direction. Programs read the cache's number of tokens from GPU memory. The
 last program writes the new number.
 
 Two other kernels merge the groups of a prompt. One kernel measures the distances between the rows

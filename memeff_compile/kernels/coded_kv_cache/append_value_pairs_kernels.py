@@ -5,7 +5,7 @@ windows of latest tokens and encode groups of older tokens.
 Three programs per sequence and key-value head process the new tokens. One writes the lower layer's
 keys, one the upper layer's keys, and one the values of both layers. A program reads only windows
 that it writes itself, or that an earlier launch has written, so programs need not wait for each
-other. Programs read the cache's number of tokens from GPU memory; the last program writes the new
+other. Programs read the cache's number of tokens from GPU memory. The last program writes the new
 number.
 
 A separate kernel merges the values of a prompt. The keys of the prompt are encoded by the same

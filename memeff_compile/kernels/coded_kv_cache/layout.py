@@ -303,7 +303,7 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Unpack the codes of a block of bytes that `block_of` returned; a row has D = `depth`
+    """Unpack the codes of a block of bytes that `block_of` returned. A row has D = `depth`
     channels."""
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]

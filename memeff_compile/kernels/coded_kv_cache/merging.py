@@ -75,7 +75,7 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which rows stay unmerged; if `reading` is ``similar``,
+    """Return the distance, (B, H), above which rows stay unmerged. If `reading` is ``similar``,
     rows below this distance stay unmerged.
 
     The function uses only the distances (B, H, N) for which `counted` is true. If `counted` is true
@@ -124,9 +124,9 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    If `scale` is ``norm``, the factor preserves the row's length; if it is ``projection``, the
-    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64; it
-    is 0 where the decoded direction is zero.
+    If `scale` is ``norm``, the factor preserves the row's length. If `scale` is ``projection``, the
+    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64. The
+    factor is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

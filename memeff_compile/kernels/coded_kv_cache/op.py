@@ -1,10 +1,10 @@
 """The ops memeff::coded_kv_cache_append, _view and _attention: schemas, validation, choice of
 implementation, fake tensors.
 
-A cache consists of ten tensors, the *pool*, which every op takes in the same order;
+A cache consists of ten tensors, the *pool*, which every op takes in the same order.
 `layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` writes to all of these tensors
-except `places` and returns no tensor; the other ops only read the pool. The ops have no backward
-pass, because they are meant for generation; if a gradient is requested, they raise an error.
+except `places` and returns no tensor. The other ops only read the pool. The ops have no backward
+pass, because they are meant for generation. If a gradient is requested, the ops raise an error.
 """
 
 from __future__ import annotations

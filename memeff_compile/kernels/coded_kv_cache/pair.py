@@ -2,7 +2,7 @@
 directions.
 
 A direction is one vector of length one for the keys, or the values, of both layers. The two layers
-of a pair share the tensors named in `SHARED`; each layer also has its own tensors, named in `OWN`.
+of a pair share the tensors named in `SHARED`. Each layer also has its own tensors, named in `OWN`.
 Together, these tensors contain each layer's pool (the ten tensors of a cache) and norms, which the
 ops for view and attention read. In a decoding step, the lower layer writes its token before the
 upper layer's token is computed. So appending the upper layer's token also merges the groups of both

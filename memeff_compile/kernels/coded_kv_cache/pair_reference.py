@@ -88,7 +88,7 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if they are passed; merge the
+    """Write the upper layer's tokens, and the lower layer's tokens if they are passed. Merge the
     complete groups of tokens."""
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
@@ -142,7 +142,7 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens of both layers from position `coded` on; no value is copied from the GPU to
+    """Merge the tokens of both layers from position `coded` on. No value is copied from the GPU to
     the CPU.
     """
     shared, lower, upper, maps = pair
@@ -215,7 +215,7 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
     """Choose the keys and values that stay unmerged, bool (B, H, n), and record their positions.
 
-    `apart` (B, H, n) is the distance between the layers; `behind` (B, H, n) is a token's position
+    `apart` (B, H, n) is the distance between the layers. `behind` (B, H, n) is a token's position
     in its sequence, negative for padding.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
@@ -250,7 +250,7 @@ def _code(
     settings: Merging,
     is_value: bool,
 ) -> list[Tensor]:
-    """Encode the shared directions of groups of rows; return the norms of both layers' rows, (B, H,
+    """Encode the shared directions of groups of rows. Return the norms of both layers' rows, (B, H,
     n)."""
     depth = pair[0].shape[3]
     direction = shared_direction(*pair, rule=settings.rule, t=settings.t)

@@ -39,7 +39,7 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch parameters for a number of `pairs` (sequence and key-value head); without a
+    """Return the launch parameters for a number of `pairs` (sequence and key-value head). Without a
     GPU, return the parameters for an H200."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))

@@ -2,7 +2,7 @@
 """The two kernels of the attention implementation `codes`. Each program of the first kernel attends
 to a share of the cache. The second kernel combines the partial results.
 
-Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
+Program i of n processes steps i, i + n, i + 2n and so on. A step is a few groups of codes. After
 the codes, the program processes, in the same order, tiles of the latest tokens and of the first
 tokens, which are stored exactly. Scores have tokens as rows and query heads as columns, so that
 keys and values are the left operands of the matrix products. The kernel then reads keys and values
@@ -217,7 +217,7 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
     """Return the vector (one number per token) for each column of a tile, as (tokens, columns). If
-    the tile's columns are divided into halves, each half has its own vector; otherwise the result
+    the tile's columns are divided into halves, each half has its own vector. Otherwise the result
     is the only vector, as (tokens, 1)."""
     if HALVES == 1:
         found = vectors[0][:, None]

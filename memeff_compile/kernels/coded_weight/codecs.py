@@ -1,7 +1,7 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
 lists. When a weight is encoded, the lengths of these lists are copied from the GPU to the CPU,
 which waits for them. If memory for the lists is already allocated, the CPU gets the lengths later
 (`Outcome`), and does not wait for the GPU. When a weight is decoded or multiplied, no value is
@@ -143,8 +143,8 @@ class Outcome:
         """Start to copy the weight's new value to the spill buffer, in case its codes do not fit.
         The caller may free the value afterwards.
 
-        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; it has
-        space for a header in addition to the value.
+        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory. The
+        buffer has space for a header in addition to the value.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
@@ -278,7 +278,7 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes, signs and mantissas of a weight; if `by`, an optimizer step, is given, first
+    """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
     update the weight.
 
     Return the numbers of patches in the form that the function `_list_win4` needs. Patches are
@@ -341,7 +341,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches (weights stored whole): write positions and values; the index at which
+    """Fill a list of patches (weights stored whole): write positions and values. The index at which
     each chunk's patches start is already written.
     """
     room, grid = lists[1].numel(), lists[0].numel() - 1
@@ -422,7 +422,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the decoded bf16 weight; the memory of the result may be slightly larger than the
+    """Return the decoded bf16 weight. The memory of the result may be slightly larger than the
     weight."""
     count = math.prod(shape)
     if count == padded(count):
@@ -450,7 +450,7 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
 
     The updated weight equals, bit for bit, the weight that `torch.optim.SGD` computes from the
     decoded weight on the same GPU. Afterwards the coded tensors contain no valid weight until
-    `encode_soon` has encoded the updated weight into them; pass this function's result to
+    `encode_soon` has encoded the updated weight into them. Pass this function's result to
     `encode_soon`. The codec must be lossless, and `steps` must have returned True for the gradient.
     If memory runs out, this function raises an error and has changed no coded tensor.
     """
@@ -519,8 +519,8 @@ def fuses(
     # a gradient is needed: products then equal those of a dense layer bit for bit
     trains: bool = False,
 ) -> bool:
-    """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight;
-    otherwise the weight is decoded first."""
+    """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight.
+    Otherwise the weight is decoded first."""
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:

@@ -179,7 +179,7 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of the entropy coder's 1024 slots each exponent gets; an exponent that occurs
+    """Return how many of the entropy coder's 1024 slots each exponent gets. An exponent that occurs
     gets at least one."""
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
@@ -234,7 +234,7 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
     words.
 
-    The tensors are in the order of `Format.parts`; the lists of patches (weights stored whole) have
+    The tensors are in the order of `Format.parts`. The lists of patches (weights stored whole) have
     two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)

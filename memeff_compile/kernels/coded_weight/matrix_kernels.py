@@ -58,7 +58,7 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
+    """Return the sign and mantissa bits of eight weights. The bits of neighbouring weights are 16
     positions apart."""
     word = word.to(gl.int32)
     if FIELD == 2:
@@ -133,7 +133,7 @@ def _scale(power, norms, lane, C: gl.constexpr):
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
     """Reinterpret 32-bit words of two weights as bf16 along K, in the layout of a tensor-core
-    operand; no data moves between registers."""
+    operand. No data moves between registers."""
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -192,7 +192,7 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (weights stored whole) of some rows to `acc`; the
+    """Add the products of x with the patches (weights stored whole) of some rows to `acc`. The
     warps of a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
@@ -367,7 +367,7 @@ def _matrix_tile(
     # ROWS: 16, or a multiple
     # GROUPS: `groups`, or 0; then only one group is loaded ahead, and patches are added first
 ):
-    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
+    """Compute a tile of ROWS x TOKENS products. Each warp sums over its share of the columns.
 
     GROUPS is the number of weight groups per row, if this number is a compile-time constant. Then
     each warp loads two groups ahead, and adds the products of patches (weights stored whole) last.
@@ -472,7 +472,7 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width; the order of each sum is the same
+    """Multiply some tokens by 2 or 3 weights of the same width. The order of each sum is the same
     as in `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)

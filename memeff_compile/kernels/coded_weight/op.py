@@ -118,7 +118,7 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a new value of a weight into its existing tensors; return whether the value's codes
+    """Encode a new value of a weight into its existing tensors. Return whether the value's codes
     fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must

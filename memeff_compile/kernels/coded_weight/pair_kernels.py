@@ -74,7 +74,7 @@ def _rounded_bits(value):
 
 @triton.jit
 def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it; `rate` is
+    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it. `rate` is
     -lr."""
     if HAS_DECAY:
         gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
@@ -92,8 +92,8 @@ def _bits_or_nan(value):
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return two bf16 weights in one 32-bit word after an optimizer step; their gradients are
-    passed in one word too."""
+    """Return two bf16 weights in one 32-bit word after an optimizer step. The gradients of both
+    weights are passed in one word too."""
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -152,8 +152,8 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return the result of `scaled_pair` for finite numbers; without PACKED, compute it by ordinary
-    operations instead of one instruction for both numbers.
+    """Return the result of `scaled_pair` for finite numbers. Without PACKED, compute the result by
+    ordinary operations instead of one instruction for both numbers.
     """
     if PACKED:
         found = scaled_pair(pair, scale)
@@ -165,7 +165,7 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
+    """Return the sign and mantissa bits of eight weights. The bits of neighbouring weights are 16
     positions apart."""
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -228,7 +228,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Overwrite decoded weights with the patches (weights stored whole); the program has stored
+    """Overwrite decoded weights with the patches (weights stored whole). The program has stored
     `WEIGHTS` decoded weights, from index `first` on.
 
     `first_patches` has already loaded the first of these patches.
@@ -344,7 +344,7 @@ def _coded_weight_pair_shelter_kernel(
 def _coded_weight_pair_histogram_kernel(
     weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the exponents in one of every `every` runs; a run is a stretch of BLOCKS * BLOCK
+    """Count the exponents in one of every `every` runs. A run is a stretch of BLOCKS * BLOCK
     consecutive weights.
 
     The counts do not depend on the order of the programs.

@@ -1,4 +1,4 @@
-"""The optimizer step on compressed weights (codec `win4`), for several weights in one launch; each
+"""The optimizer step on compressed weights (codec `win4`), for several weights in one launch. Each
 weight's coded tensors lie in one allocation.
 """
 
@@ -119,7 +119,7 @@ def _run(
 
 
 def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the decoded bf16 weight; the memory of the result may be slightly larger than the
+    """Return the decoded bf16 weight. The memory of the result may be slightly larger than the
     weight."""
     how, size, strides, is_whole = _decoding(piece.numel(), *shape)
     with on_device(piece):
@@ -165,7 +165,7 @@ class Outcomes:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Wait for the GPU; return the indices of the weights whose codes did not fit, and the bit
+        """Wait for the GPU. Return the indices of the weights whose codes did not fit, and the bit
         patterns of these weights."""
         if self._event is not None:
             self._event.synchronize()

@@ -57,7 +57,7 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of each patch (a weight stored whole); rows are counted from the
+    """Return the row and column of each patch (a weight stored whole). Rows are counted from the
     program's first row.
 
     A patch before the program's first row gets row -1.
@@ -313,7 +313,7 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width; the order of each sum is the same as
+    """Multiply one token by 2 or 3 weights of the same width. The order of each sum is the same as
     in `_coded_weight_row_win4_kernel`.
     """
     program = tl.program_id(0)

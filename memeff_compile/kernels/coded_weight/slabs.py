@@ -1,6 +1,6 @@
 """Pack the lists of many compressed weights into a few large allocations.
 
-Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
 lists of irregular length. If each list had its own allocation, PyTorch's allocator would round the
 list's size up, by as much as one MiB. For weights of Llama-3-8B's shape with the codec `tier`, this
 rounding costs 71 MiB. In a shared allocation, lists are stored without gaps.

@@ -98,7 +98,7 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights that are encoded together; each weight's coded tensors lie in
+    """New values of several weights that are encoded together. Each weight's coded tensors lie in
     one allocation. Apart from this, the class is like `Unsettled`.
 
     This object keeps the weights' gradients until `encode` is called. All code must call `encode`
@@ -141,7 +141,7 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights; a weight whose codes do not fit is written to the spill
+        """Update and encode the weights. A weight whose codes do not fit is written to the spill
         buffer `refuge`.
 
         Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
@@ -366,7 +366,7 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
-        """Encode a new value of the whole weight in place; a value of another dtype is first cast
+        """Encode a new value of the whole weight in place. A value of another dtype is first cast
         to bf16."""
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
@@ -420,7 +420,7 @@ class CodedWeight(Tensor):
         """Overwrite a gradient, for which `steps` has returned True, with the weight after an
         optimizer step, like `codecs.step`.
 
-        The weight is invalid until `store_soon` has stored the new value; pass this function's
+        The weight is invalid until `store_soon` has stored the new value. Pass this function's
         result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
@@ -580,8 +580,8 @@ class CodedWeight(Tensor):
 
 
 class CodedWeightView(Tensor):
-    """A view of a compressed weight: decoded values that are read-only; a write to them raises an
-    error."""
+    """A view of a compressed weight: decoded values that are read-only. A write to the values
+    raises an error."""
 
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
@@ -650,7 +650,7 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values; results that share memory with the decoded values raise an error
+    """Run an op on decoded values. Results that share memory with the decoded values raise an error
     on writes."""
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
@@ -700,7 +700,7 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear layer as this package's op, with autocast's casts; return None if the op does
+    """Run a linear layer as this package's op, with autocast's casts. Return None if the op does
     not support the layer."""
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon; the
+"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon. The
 kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
@@ -9,9 +9,9 @@ kernel multiplies the sum of products over each group by the group's normaliser 
 multiplying each weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
-2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at
-most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 columns; all 8 columns
-are the same token.
+2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits. The error of such
+numbers is at most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 columns;
+all 8 columns are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
 group of 256 columns contains the eight columns `128 i + 64 o + 2 w + h`, with i, o and h each 0 or
@@ -116,7 +116,7 @@ def _numbers(codes, fields, FIELD: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, layout: gl.constexpr):
-    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand; no data
+    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand. No data
     moves between registers."""
     low = pair.to(gl.int16).to(gl.float16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True)

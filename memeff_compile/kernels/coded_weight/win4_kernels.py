@@ -2,9 +2,9 @@
 """GPU kernels of the codec win4: decoding, encoding, and the kernels that run before and after
 products of several tokens.
 
-A 32-bit word of codes contains the exponents of eight weights; two words of signs contain their
-signs and mantissas. No weight depends on its neighbours, so kernels need only about ten operations
-per weight.
+A 32-bit word of codes contains the exponents of eight weights. Two words of signs contain the
+weights' signs and mantissas. No weight depends on its neighbours, so kernels need only about ten
+operations per weight.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
 32-bit words of codes.
@@ -38,7 +38,7 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of two neighbouring weights, shifted to their bit positions; code 0
+    """Return the exponents of two neighbouring weights, shifted to their bit positions. Code 0
     gives exponent 0.
 
     The caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
@@ -50,7 +50,7 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Decode words of codes, with the signs and mantissas at the same positions; return four 32-bit
+    """Decode words of codes, with the signs and mantissas at the same positions. Return four 32-bit
     words of two weights each."""
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
@@ -119,7 +119,7 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode lossy weights, eight per word of codes; `row_kernels` explains the power of two that
+    """Decode lossy weights, eight per word of codes. `row_kernels` explains the power of two that
     scales the codes."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
@@ -178,7 +178,7 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes, signs and mantissas of one chunk of weights; count the chunk's patches
+    """Write the codes, signs and mantissas of one chunk of weights. Count the chunk's patches
     (weights stored whole) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is

@@ -1,4 +1,4 @@
-"""A linear layer applied to the gated product act(gate) * up; its backward pass overwrites gate and
+"""A linear layer applied to the gated product act(gate) * up. The backward pass overwrites gate and
 up with their gradients.
 
 The backward pass of a gated MLP's last linear computes three tensors of size (tokens, intermediate

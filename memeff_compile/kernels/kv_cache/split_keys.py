@@ -37,7 +37,7 @@ class Plan:
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
-    """Return the launch parameters for the sizes (B, H, M, N, D); the parameters do not depend on
+    """Return the launch parameters for the sizes (B, H, M, N, D). The parameters do not depend on
     the number of filled positions.
 
     Without a GPU, this function returns the parameters for an H200.

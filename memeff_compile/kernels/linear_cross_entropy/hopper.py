@@ -4,7 +4,7 @@ of compute capability 9.0.
 Below, E is the hidden states (N x D) and C the weight (V x D). Their gradients are dE and dC, and
 rows are tokens. The forward pass reduces each tile of logits to a maximum and a sum per row, and
 merges these numbers in a fixed order. The tile that contains a row's target also stores the
-target's logit; no other logit is written to memory.
+target's logit. No other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole

@@ -19,7 +19,7 @@ bits. Ranks that split the vocabulary exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
-left out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
+left out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`). The CPU
 never reads this number. The kernels multiply logits by log2(e), so that they can use exp2: z2 = z *
 log2(e).
 
@@ -102,7 +102,7 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Reduce each tile of logits to a maximum and a sum per row; store the logit of each target."""
+    """Reduce each tile of logits to a maximum and a sum per row. Store the logit of each target."""
     rows_here = count_rows(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)

@@ -58,7 +58,7 @@ def bytes_before(
     Inductor allocates one logits tensor in the compute dtype, and the backward pass overwrites this
     tensor with the gradient. If the logits are returned to the user, the gradient needs a second
     tensor. Inductor fuses casts and log_softmax into other kernels. For 8192 rows and 256000
-    classes in bf16, the formula gives 4000 MiB; the measured peak was 4001 MiB.
+    classes in bf16, the formula gives 4000 MiB. The measured peak was 4001 MiB.
 
     In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
     output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax, and the
@@ -124,7 +124,7 @@ def bytes_after(
 
     For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
     weight. On a CPU, the bound also adds the copies of the rows that are not ignored. `how`
-    contains the fields of `How`; `pieces` may contain symbols, for a short formula, and is by
+    contains the fields of `How`. `pieces` may contain symbols, for a short formula, and is by
     default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)

@@ -8,7 +8,7 @@ LoRA adapter of the output projection:
   over rows i of row_weight_i * nll_i) / norm.
 
 The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
-row; its backward op computes the logits again. The forward pass of the op
+row. The backward op computes the logits again. The forward pass of the op
 `linear_cross_entropy_total` also computes its operands' gradients from the same logits. So a
 training step takes three matrix products instead of four. The backward pass of this op only
 multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).

@@ -103,7 +103,7 @@ class Part(NamedTuple):
     def own_settings(self) -> Settings:
         """Return the settings for the loss over this rank's columns.
 
-        The filter `mass` limits the probability mass that may be dropped from a row; each rank gets
+        The filter `mass` limits the probability mass that may be dropped from a row. Each rank gets
         a share of this limit.
         """
         settings = self.settings
@@ -213,7 +213,7 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments of this rank's call for its share of the classes; `gather` is the
+    """Return the arguments of this rank's call for its share of the classes. `gather` is the
     function with which `Ranks` gathers numbers."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)

@@ -2,11 +2,11 @@
 
 An implementation (engine) is a module with three functions. `forward`, `backward` and `total` take
 the arguments of a call and return a `walks.Walk`. A `Walk` is a loop over blocks of rows or of
-classes, and the work on each block. A loss per row takes two such loops: the first computes
-statistics; the second computes the logits again, and from them the gradients. A scalar loss takes
-one loop over the rows, if the implementation supports one loop. For each block, the loop computes
-the statistics and then the gradients. Between these two steps, ranks with different classes
-exchange statistics.
+classes, and the work on each block. A loss per row takes two such loops. The first computes
+statistics. The second computes the logits again, and from the logits the gradients. A scalar loss
+takes one loop over the rows, if the implementation supports one loop. For each block, the loop
+computes the statistics and then the gradients. Between these two steps, ranks with different
+classes exchange statistics.
 
 - `reference` has blocks of classes for a loss per row, and of rows for a scalar loss.
 - `library` has the same blocks as `reference`. For a scalar loss, `library` uses one loop only if
@@ -141,7 +141,7 @@ def engine_for(
 ) -> str:
     """Return the name of the implementation for a call, which is a key of `ENGINES`.
 
-    Device, dtype and hidden size are those of the hidden states; the other arguments are fields of
+    Device, dtype and hidden size are those of the hidden states. The other arguments are fields of
     `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
@@ -351,7 +351,7 @@ def row_gradients(
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
-    """Compute the loss and the gradients of flattened inputs; if ranks split the classes, the
+    """Compute the loss and the gradients of flattened inputs. If ranks split the classes, the
     caller has already checked the targets."""
     operands = given.operands
     if given.hidden.shape[0] == 0:

@@ -17,7 +17,7 @@ teacher.
 
 For each block of rows, two matrix products compute the logits of student and teacher. From these
 logits, the op computes row statistics in fp32, then the gradient of the student's logits, which
-overwrites the logits. A scalar loss takes four matrix products, including gradients; a loss per row
+overwrites the logits. A scalar loss takes four matrix products, including gradients. A loss per row
 takes six, because the backward pass computes the logits again.
 """
 

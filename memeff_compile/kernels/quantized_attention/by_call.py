@@ -44,7 +44,7 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
     """Return the counter of an attention call if it exists, or a new counter that starts at the
     first level.
 
-    `site` distinguishes the attention calls of one owner, such as a model; each list of levels has
+    `site` distinguishes the attention calls of one owner, such as a model. Each list of levels has
     its own counter. The counter is deleted when its owner is freed, so a new owner starts at the
     first level.
     """

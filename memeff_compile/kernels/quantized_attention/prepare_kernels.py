@@ -12,8 +12,8 @@ if the queries' means are subtracted. A kernel's name contains its step:
 - `correct` computes the scores of the queries' means with the keys, if these means are subtracted.
 
 The kernel `look` reads all values, but only every SAMPLE-th key, because an approximate mean of the
-keys is enough. Only the kernels `settle` and `total` combine results of several programs; they read
-these results from memory.
+keys is enough. Only the kernels `settle` and `total` combine results of several programs. These
+kernels read the results from memory.
 
 If all queries have a large common mean, a key's rounding error changes the key's scores with all
 queries by about the same amount. The function `_aligned` makes this change almost vanish: it adds
@@ -188,8 +188,8 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1);
-    the result is at least 1."""
+    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1).
+    The result is at least 1."""
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -243,7 +243,7 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Apply a Hadamard transform in place to vectors in memory; element i of a vector is at the
+    """Apply a Hadamard transform in place to vectors in memory. Element i of a vector is at the
     offset `places` + i * step."""
     tl.debug_barrier()
     parts = ()
@@ -266,7 +266,7 @@ def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.cons
     - this direction, its share of the queries' energy, and its Hadamard transform;
     - the transform's elements in two channels, and the indices of these channels.
 
-    The first of the two channels has the largest transformed element; the element of the second
+    The first of the two channels has the largest transformed element. The element of the second
     channel is about a third as large.
     """
     samples, queries, chunks = counts
@@ -354,7 +354,7 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
     """Change `x` by whole quantisation steps in two channels so that the rounding error of `x` is
     almost orthogonal to `direction`.
 
-    Steps in the first channel remove most of the error along `direction`; steps in the second
+    Steps in the first channel remove most of the error along `direction`. Steps in the second
     channel remove most of the remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
@@ -415,7 +415,7 @@ def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the index of the key whose value is stored at a position of the 8-bit values;
+    """Return the index of the key whose value is stored at a position of the 8-bit values.
     `tiles_kernels._reordered` explains the order."""
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2

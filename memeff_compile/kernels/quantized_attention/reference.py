@@ -3,7 +3,7 @@
 Codes are integers in fp32, so fp32 sums of their products are exact. Softmax weights and values are
 rounded to their number format and multiplied in fp32. Softmax weights are computed for one tile of
 keys after another, with a running maximum, as in the kernels. The order matters because the
-rounding depends on that maximum. This implementation sums exactly within a tile; tensor cores add
+rounding depends on that maximum. This implementation sums exactly within a tile. Tensor cores add
 an error, a thousandth as large as the error from rounding weights and values.
 """
 
@@ -341,7 +341,7 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes; the result's memory has the order (B,
+    """Return attention over the keys that no mask excludes. The result's memory has the order (B,
     M, H, D).
 
     The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32.

@@ -13,7 +13,7 @@ only about 14 bits of a sum, too few for many keys.
 
 The softmax weights are not in the registers from which the product with the values would read them.
 So `prepare_kernels` stores the values' tokens in the order in which the registers contain the
-softmax weights; `_reordered` computes this order.
+softmax weights. `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.

@@ -100,7 +100,7 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
     """Return a sentence that says why the op cannot multiply x (..., K) by the weight, or None if
     it can.
 
-    The weight (N, K) is None if only the packed weight exists; the bias (N,) may be None.
+    The weight (N, K) is None if only the packed weight exists. The bias (N,) may be None.
     """
     given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
     for name, tensor, rank in given:

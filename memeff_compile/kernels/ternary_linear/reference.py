@@ -1,5 +1,5 @@
-"""The reference implementation of ternary linear layers, in plain PyTorch; it also defines the
-layout of packed weights.
+"""The reference implementation of ternary linear layers, in plain PyTorch. The module also defines
+the layout of packed weights.
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
 the codes of columns `16 t` to `16 t + 15`. Field j of byte b is column `16 t + 4 j + b`.
@@ -62,7 +62,7 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words); columns after
+    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words). Columns after
     K are zero."""
     rows, columns = codes.shape
     words = words_for(columns)
@@ -106,7 +106,7 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantise each token (row) of x, (M, K); return codes (M, K) int8 and scales (M,) float32.
+    """Quantise each token (row) of x, (M, K). Return codes (M, K) int8 and scales (M,) float32.
 
     A token that contains nan, or for which no valid scale exists, gets the scale nan.
     """
@@ -134,7 +134,7 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_fp4(scaled: Tensor) -> Tensor:
-    """Round values to the nearest FP4 numbers; `scaled` contains twice the values, and the result
+    """Round values to the nearest FP4 numbers. `scaled` contains twice the values, and the result
     twice the FP4 numbers. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
     """
     size = scaled.abs()

@@ -39,8 +39,8 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token; the caller then passes it to `_checked`, which checks that it is
-    valid."""
+    """Return the scale of a token. The caller then passes the scale to `_checked`, which checks
+    that the scale is valid."""
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -125,7 +125,7 @@ def _entering_token(
     """Return a token in float32 after the operations that precede quantisation, rounded wherever
     PyTorch would round to the token's dtype.
 
-    If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.
+    If HAS_UP is set, x becomes relu(x) ** 2 * up. If HAS_NORM is set, an RMS norm follows.
     """
     x_ptr, up_ptr, norm_ptr = entering
     KIND: tl.constexpr = x_ptr.dtype.element_ty
