@@ -58,7 +58,7 @@ def _raw(product, inner, C: tl.constexpr):
 
 @triton.jit
 def _weights(raw, sums, scale):
-    """Return the softmax weights from raw scores, for the backward pass. Each weight is at most 1."""
+    """Return the softmax weights, each at most 1, from raw scores, for the backward pass."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 

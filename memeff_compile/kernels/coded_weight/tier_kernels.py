@@ -49,7 +49,7 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream, starting at bit `at`. The caller uses at most 33 of these bits."""
+    """Return 64 bits of a stream from bit `at` on. The caller uses at most 33 of these bits."""
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
