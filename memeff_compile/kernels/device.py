@@ -119,8 +119,10 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Return whether an op's speed was measured on GPUs of the device's kind. Without a GPU, return
-    True."""
+    """Return whether an op's speed was measured on GPUs of the device's kind.
+
+    Without a GPU, return True.
+    """
     planned = _planned.get()
     if planned is not None:
         return op in planned.gpu.measured
@@ -135,8 +137,10 @@ def _processors(index: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`. If the device is not a GPU, return the
-    number of an H200."""
+    """Return the number of multiprocessors of `device`.
+
+    If the device is not a GPU, return the number of an H200.
+    """
     return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
 
 

@@ -196,8 +196,10 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
-    """Run a kernel with one program per multiprocessor. `tiles` is the number of tiles in one
-    sequence, over all heads."""
+    """Run a kernel with one program per multiprocessor.
+
+    `tiles` is the number of tiles in one sequence, over all heads.
+    """
     constants = constants_of(shape, call.sizes[5], hopper.flags_of(call))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))
     launch(kernel, (programs,), arguments, constants, tuple(constants.items()))

@@ -86,9 +86,11 @@ def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C
 
 @gluon.jit
 def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a given round, its sequence and its
-    head. In each round, every program computes one tile. Also return the tiles of keys that the
-    tile of queries visits."""
+    """Return the tile of queries that a program computes in a given round.
+
+    In each round, every program computes one tile. Also return the sequence and the head of the
+    tile of queries, and the tiles of keys that it visits.
+    """
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
         tile, batch, head, found = _sorted_tile(

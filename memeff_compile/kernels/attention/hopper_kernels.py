@@ -124,8 +124,9 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 @gluon.jit
 def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
     """Return the first and the last visible position for each position of a tile, and whether there
-    are gaps between these two positions. Also return the range of visited tiles of which the mask
-    hides no key.
+    are gaps between these two positions.
+
+    Also return the range of visited tiles of which the mask hides no key.
     """
     padded = tiles * OURS
     found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
@@ -147,7 +148,10 @@ def _nth(index, found):
 
 @gluon.jit
 def _which_count(queries, keys, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which keys of a tile each query attends to. `AXIS` is the axis of the queries."""
+    """Return which keys of a tile each query attends to.
+
+    `AXIS` is the axis of the queries.
+    """
     query = gl.expand_dims(queries[0], 1 - AXIS)
     key = gl.expand_dims(keys[0], AXIS)
     found = gl.expand_dims(is_key, AXIS) & (query == query)
@@ -177,7 +181,9 @@ def _is_within(ours, other):
 @gluon.jit
 def _counts(ours, other, told, AXIS: gl.constexpr, C: gl.constexpr):
     """Return which pairs of our positions and a visited tile's positions the mask and the ids
-    leave. `AXIS` is the axis of the queries.
+    leave.
+
+    `AXIS` is the axis of the queries.
     """
     tables, batch, span, queries, keys = told
     query, key = ours, other
@@ -234,8 +240,10 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
 
 @gluon.jit
 def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a given round, and its sequence and
-    head. Also return the tiles of keys that the tile of queries visits.
+    """Return the tile of queries that a program computes in a given round.
+
+    Also return the sequence and the head of the tile of queries, and the tiles of keys that it
+    visits.
     """
     batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     if C.HAS_BOUNDS:
@@ -348,7 +356,9 @@ def _step_forward(
     C: gl.constexpr,
 ):
     """Start two products: the scores of a tile, and the previous tile's weights times values.
-    Compute the tile's softmax weights during the second product."""
+
+    Compute the tile's softmax weights during the second product.
+    """
     acc, total, largest, p, turns = sums
     q_memory, k_memory, v_memory, _ = memory
     _, _, k_full, k_empty, v_full, v_empty, in_turn = bars

@@ -129,8 +129,10 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile with the position `index` in a list or, if MASKED, the partial tile. A
-    full tile has only visible keys, a partial tile some hidden keys."""
+    """Return the full tile with the position `index` in a list or, if MASKED, the partial tile.
+
+    In a full tile, every key is visible. All other tiles in the list are partial.
+    """
     place = 2 + index
     if MASKED:
         place = 1 + others - index

@@ -16,8 +16,10 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of one buffer of scores or softmax weights. Attention without this op builds
-    several such buffers."""
+    """Return the bytes of one buffer of scores or softmax weights.
+
+    Attention without this op builds several such buffers.
+    """
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 
 
@@ -40,9 +42,9 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
     multiple of 128. With a mask of keys or sequence ids, a table exists while a kernel runs. The
-    table has 16 bytes per tile and sequence. For the kernels in Gluon, the table has about 8 bytes
-    per position of each sequence, rounded up to a multiple of 128 positions. All heads share this
-    table. The kernels in Gluon need at least 16 heads, so their table is at most about 7 % of the
-    formula.
+    table of a Triton kernel has 16 bytes per tile and sequence. The table of a kernel in Gluon has
+    about 8 bytes per position of each sequence, rounded up to a multiple of 128 positions. All
+    heads share this table. The kernels in Gluon need at least 16 heads, so their table is at most
+    about 7 % of the formula.
     """
     return 8 * sympy.sympify(batch) * heads * queries

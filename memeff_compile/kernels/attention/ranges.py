@@ -6,7 +6,7 @@ compares positions with two numbers of each query or key. The ranges are compute
 without waiting for the CPU. Masks and ids in which a position sees others with gaps between them
 are marked. For such masks and ids, the kernels also read the mask and the ids. In tiles that the
 mask of keys touches, the forward kernel and the kernel for the gradient of q always read the mask.
-The kernels replace hidden keys and values, which may be nan, by zeros.
+These two kernels replace hidden keys and values, which may be nan, by zeros.
 """
 
 from __future__ import annotations

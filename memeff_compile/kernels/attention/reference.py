@@ -26,8 +26,10 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype in which sums are computed. Query heads are grouped by the key-value
-    head that they share."""
+    """q, k and v in the dtype in which sums are computed.
+
+    Query heads are grouped by the key-value head that they share.
+    """
 
     q: Tensor  # (B, G, R, M, D) with R query heads to a key head
     k: Tensor  # (B, G, N, D)
@@ -87,8 +89,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Sum a^T b over the queries and the query heads of a group. The inputs are (B, G, R, m, X) and
-    (B, G, R, m, Y)."""
+    """Sum a^T b over the queries and the query heads of a group.
+
+    The inputs are (B, G, R, m, X) and (B, G, R, m, Y).
+    """
     left, right = (each.flatten(2, 3) for each in (a, b))
     return torch.matmul(left.transpose(2, 3), right)
 
@@ -141,8 +145,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight of each key for a query that attends to no key. The weight is 1 / N if such
-    a query gets the mean of all N values, otherwise 0."""
+    """Return the weight of each key for a query that attends to no key.
+
+    The weight is 1 / N if such a query gets the mean of all N values, otherwise 0.
+    """
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 

@@ -54,8 +54,10 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether kernels must read from a table which tiles to visit. A mask that depends
-        only on positions needs no table."""
+        """Return whether kernels must read from a table which tiles to visit.
+
+        A mask that depends only on positions needs no table.
+        """
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -150,7 +152,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis has unit stride and whose row stride a kernel can address.
-    Copy if necessary."""
+
+    Copy if necessary.
+    """
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()
 

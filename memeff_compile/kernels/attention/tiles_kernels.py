@@ -45,8 +45,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the raw score that the softmax scales: the product of query and key. With a softcap,
-    return the tanh of this product, with an error below 2e-7."""
+    """Return the raw score that the softmax scales: the product of query and key.
+
+    With a softcap, return the tanh of this product, with an error below 2e-7.
+    """
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:

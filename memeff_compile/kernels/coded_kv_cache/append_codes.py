@@ -1,5 +1,7 @@
-"""Launch the kernels that append tokens to a low-bit KV cache. The kernels need a CUDA GPU of sm_80
-or later. The CPU does not wait for the GPU."""
+"""Launch the kernels that append tokens to a low-bit KV cache.
+
+The kernels need a CUDA GPU of sm_80 or later. The CPU does not wait for the GPU.
+"""
 
 from __future__ import annotations
 

@@ -61,8 +61,9 @@ def _over(x, step, IS_FAST: tl.constexpr):
 def _codes(
     x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr, IS_FAST: tl.constexpr = False
 ):
-    """Return the codes of x as int32. With IS_PER_HEAD, codes are symmetric around zero, and the
-    zero point `zero` is not used.
+    """Return the codes of x as int32.
+
+    With IS_PER_HEAD, codes are symmetric around zero, and the zero point `zero` is not used.
     """
     if IS_PER_HEAD:
         TOP: tl.constexpr = 1 << (BITS - 1)
@@ -93,8 +94,9 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the quantisation step and the zero point for numbers from `low` to `high`. Return both
-    as they were rounded for storage.
+    """Store the quantisation step and the zero point for numbers from `low` to `high`.
+
+    Return both as they were rounded for storage.
     """
     kind: tl.constexpr = scales_base.dtype.element_ty
     step, zero = _steps(low, high, most, scales_base)
@@ -134,6 +136,7 @@ def _put(
     IS_VALUE: tl.constexpr,
 ):
     """Add the codes of one column block to the bytes that are being packed, and return these bytes.
+
     With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned.
     8-bit codes are stored immediately.
     """
@@ -248,8 +251,10 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Encode a group of keys with one scale per channel. A program may encode only some columns of
-    each column block."""
+    """Encode a group of keys with one scale per channel.
+
+    A program may encode only some columns of each column block.
+    """
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
@@ -352,8 +357,10 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or the new values, of one sequence and head. Return the new number of
-    tokens in the cache, and the new number of tokens stored as codes."""
+    """Write the new keys, or the new values, of one sequence and head.
+
+    Return the new number of tokens in the cache, and the new number of tokens stored as codes.
+    """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -401,8 +408,9 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values. Also copy each token of these groups that
-    stays exact.
+    """Encode some groups of new keys, or of new values.
+
+    Also copy each token of these groups that stays exact.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes

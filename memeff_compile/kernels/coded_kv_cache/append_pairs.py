@@ -1,5 +1,6 @@
-"""Launch the kernels that append tokens to the cache that two layers share. The kernels need a CUDA
-GPU of sm_80 or later. The CPU does not wait for the GPU.
+"""Launch the kernels that append tokens to the cache that two layers share.
+
+The kernels need a CUDA GPU of sm_80 or later. The CPU does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Use kernels to merge the first tokens that an empty cache gets from both layers. The cache
-    then contains the same as after `pair_reference.merge`.
+    """Use kernels to merge the first tokens that an empty cache gets from both layers.
+
+    The cache then contains the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
@@ -176,8 +178,10 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sum of the rows for which `counted` is true. The shape is (B, H, 4, D) for keys
-    and values of both layers, or (B, H, 2, D) for only values."""
+    """Return the sum of the rows for which `counted` is true.
+
+    The shape is (B, H, 4, D) for keys and values of both layers, or (B, H, 2, D) for only values.
+    """
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape

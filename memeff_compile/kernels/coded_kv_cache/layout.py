@@ -204,7 +204,8 @@ class Layout:
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
     """Return the dtype of one tensor of a cache, or of a pair of layers.
 
-    `dtype` is the dtype of the model, and `bits` the number of bits of a code."""
+    `dtype` is the dtype of the model, and `bits` the number of bits of a code.
+    """
     if name in ("places", "starts", "kept_count", "left_over", "slots"):
         return torch.int32
     if name in ("bound", "counts"):
@@ -231,8 +232,10 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes with `block` bytes contains. Example: 64 tokens for
-    4096 bytes, 128 channels in a row and 4 bits per code."""
+    """Return how many tokens a block of codes with `block` bytes contains.
+
+    Example: 64 tokens for 4096 bytes, 128 channels in a row and 4 bits per code.
+    """
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
@@ -303,8 +306,10 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Unpack the codes of a block of bytes that `block_of` returned. A row has D = `depth`
-    channels."""
+    """Unpack the codes of a block of bytes that `block_of` returned.
+
+    A row has D = `depth` channels.
+    """
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]
     if bits != 3:

@@ -100,10 +100,9 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows that stay unmerged, at most `room` rows. These are the rows with a distance
-    beyond the threshold, the farthest first.
+    """Choose the rows that stay unmerged: at most `room` rows with a distance beyond the threshold.
 
-    The results are:
+    The rows farthest beyond the threshold are chosen first. The results are:
 
     - `chosen`: bool (B, H, N), whether a row stays unmerged.
     - `rank`: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the

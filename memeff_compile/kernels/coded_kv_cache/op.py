@@ -208,8 +208,10 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether kernels append to a cache. With kernels, no value is copied from the GPU to
-    the CPU, and the CPU does not wait for the GPU."""
+    """Return whether kernels append to a cache.
+
+    With kernels, no value is copied from the GPU to the CPU, and the CPU does not wait for the GPU.
+    """
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

@@ -106,7 +106,8 @@ def unlike_rows(
     """Return a sentence that says why new keys and values cannot be appended to a pair of layers,
     or None if they can.
 
-    `new` contains the keys and values of the upper layer, `lower` those of the lower layer."""
+    `new` contains the keys and values of the upper layer, `lower` those of the lower layer.
+    """
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape
     for name, rows in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):

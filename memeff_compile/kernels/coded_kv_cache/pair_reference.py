@@ -88,8 +88,10 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if they are passed. Merge the
-    complete groups of tokens."""
+    """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
+
+    Merge the complete groups of tokens.
+    """
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -142,8 +144,9 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens of both layers from position `coded` on. No value is copied from the GPU to
-    the CPU.
+    """Merge the tokens of both layers from position `coded` on.
+
+    No value is copied from the GPU to the CPU.
     """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
@@ -250,8 +253,10 @@ def _code(
     settings: Merging,
     is_value: bool,
 ) -> list[Tensor]:
-    """Encode the shared directions of groups of rows. Return the norms of both layers' rows, (B, H,
-    n)."""
+    """Encode the shared directions of groups of rows.
+
+    Return the norms of both layers' rows, (B, H, n).
+    """
     depth = pair[0].shape[3]
     direction = shared_direction(*pair, rule=settings.rule, t=settings.t)
     grouped = direction.unflatten(2, (-1, group))

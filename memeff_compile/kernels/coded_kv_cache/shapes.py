@@ -46,8 +46,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the number of rows of a tile for `repeat` query heads per key-value head. For example,
-    the result is 8 for 4 query heads and 16 for 12 query heads."""
+    """Return the number of rows of a tile for `repeat` query heads per key-value head.
+
+    For example, the result is 8 for 4 query heads and 16 for 12 query heads.
+    """
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 

@@ -39,8 +39,10 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch parameters for a number of `pairs` (sequence and key-value head). Without a
-    GPU, return the parameters for an H200."""
+    """Return the launch parameters for a number of `pairs` (sequence and key-value head).
+
+    Without a GPU, return the parameters for an H200.
+    """
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
@@ -69,7 +71,9 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
     """Rotate queries (B, Hq, 1, D) by the matrices `turns` (B, H, 2, D, D), and return (B, Hq, D)
-    in fp32. The same matrices rotated the layer's keys.
+    in fp32.
+
+    The same matrices rotated the layer's keys.
     """
     from . import split_codes_kernels as kernels
 

@@ -216,9 +216,11 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return the vector (one number per token) for each column of a tile, as (tokens, columns). If
-    the tile's columns are divided into halves, each half has its own vector. Otherwise the result
-    is the only vector, as (tokens, 1)."""
+    """Return the vector (one number per token) for each column of a tile, as (tokens, columns).
+
+    If the tile's columns are divided into halves, each half has its own vector. Otherwise the
+    result is the only vector, as (tokens, 1).
+    """
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -704,8 +706,11 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results. In the part that comes from merged tokens, also invert the layer's
-    alignment map (a mean and a rotation)."""
+    """Combine partial results.
+
+    In the part that comes from merged tokens, also invert the layer's alignment map (a mean and a
+    rotation).
+    """
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

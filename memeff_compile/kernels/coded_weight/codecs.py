@@ -67,7 +67,10 @@ def kernel_of(module: str, name: str) -> Any:
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Return two arguments of `launch_plain`: the launch options (warps, constants) as a
-    dictionary, and the same values as a tuple. The tuple can be the key of a dictionary."""
+    dictionary, and the same values as a tuple.
+
+    The tuple can be the key of a dictionary.
+    """
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 
@@ -341,8 +344,9 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches (weights stored whole): write positions and values. The index at which
-    each chunk's patches start is already written.
+    """Fill a list of patches (weights stored whole): write positions and values.
+
+    The index at which each chunk's patches start is already written.
     """
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
@@ -422,8 +426,10 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the decoded bf16 weight. The memory of the result may be slightly larger than the
-    weight."""
+    """Return the decoded bf16 weight.
+
+    The memory of the result may be slightly larger than the weight.
+    """
     count = math.prod(shape)
     if count == padded(count):
         out = torch.empty(tuple(shape), dtype=torch.bfloat16, device=parts[0].device)
@@ -487,9 +493,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
     multiple of the chunk size.
 
-    With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight.
-    For the codec `win4`, this function ignores `by`: `_code_win4` updates and encodes in one
-    kernel. The buffer contains 16-bit numbers.
+    The buffer contains 16-bit numbers. If the codec is `tier` or `rans` and there is an optimizer
+    step (`by`), the buffer first contains a gradient and then the updated weight. For the codec
+    `win4`, this function ignores `by`: `_code_win4` updates and encodes in one kernel.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -520,7 +526,9 @@ def fuses(
     trains: bool = False,
 ) -> bool:
     """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight.
-    Otherwise the weight is decoded first."""
+
+    Otherwise the weight is decoded first.
+    """
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:

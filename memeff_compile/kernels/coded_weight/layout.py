@@ -144,7 +144,10 @@ def padded(count: int) -> int:
 
 def sampled(count: int) -> int:
     """Return the stride between the runs (stretches of consecutive weights) that the codec `win4`
-    samples to choose an exponent window. With 1, the codec reads all weights."""
+    samples to choose an exponent window.
+
+    With 1, the codec reads all weights.
+    """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
@@ -179,8 +182,10 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of the entropy coder's 1024 slots each exponent gets. An exponent that occurs
-    gets at least one."""
+    """Return how many of the entropy coder's 1024 slots each exponent gets.
+
+    An exponent that occurs gets at least one.
+    """
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:

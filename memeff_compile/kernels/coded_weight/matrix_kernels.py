@@ -58,8 +58,10 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights. The bits of neighbouring weights are 16
-    positions apart."""
+    """Return the sign and mantissa bits of eight weights.
+
+    The bits of neighbouring weights are 16 positions apart.
+    """
     word = word.to(gl.int32)
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -98,8 +100,11 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load two 7-bit normalisers (scales) for each group of weights. The first is for the weights
-    of a warp's first sixteen threads, the second for those of its last sixteen threads."""
+    """Load two 7-bit normalisers (scales) for each group of weights.
+
+    The first is for the weights of a warp's first sixteen threads, the second for those of its last
+    sixteen threads.
+    """
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -133,7 +138,10 @@ def _scale(power, norms, lane, C: gl.constexpr):
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
     """Reinterpret 32-bit words of two weights as bf16 along K, in the layout of a tensor-core
-    operand. No data moves between registers."""
+    operand.
+
+    No data moves between registers.
+    """
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -192,8 +200,9 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (weights stored whole) of some rows to `acc`. The
-    warps of a program share the work.
+    """Add the products of x with the patches (weights stored whole) of some rows to `acc`.
+
+    The warps of a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -229,6 +238,7 @@ def patched(
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
     """Return the row of each loaded patch (a weight stored whole) inside the tile, and its column.
+
     The row is -1 for an entry that is not a patch of the tile.
     """
     own = own_patches(mma, C)
@@ -369,8 +379,9 @@ def _matrix_tile(
 ):
     """Compute a tile of ROWS x TOKENS products. Each warp sums over its share of the columns.
 
-    GROUPS is the number of weight groups per row, if this number is a compile-time constant. Then
-    each warp loads two groups ahead, and adds the products of patches (weights stored whole) last.
+    GROUPS is the number of weight groups per row, or 0 if this number is no compile-time constant.
+    With GROUPS, each warp loads two groups ahead, and adds the products of patches (weights stored
+    whole) last.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -472,8 +483,9 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width. The order of each sum is the same
-    as in `_coded_weight_matrix_win4_kernel`.
+    """Multiply some tokens by 2 or 3 weights of the same width.
+
+    The order of each sum is the same as in `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS

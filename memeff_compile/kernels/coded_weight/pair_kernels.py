@@ -74,8 +74,10 @@ def _rounded_bits(value):
 
 @triton.jit
 def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it. `rate` is
-    -lr."""
+    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it.
+
+    `rate` is -lr.
+    """
     if HAS_DECAY:
         gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
             tl.float32, bitcast=True
@@ -85,15 +87,19 @@ def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def _bits_or_nan(value):
-    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word. NaN becomes
-    the bits that a GPU's cast gives."""
+    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word.
+
+    NaN becomes the bits that a GPU's cast gives.
+    """
     return tl.where(value == value, _rounded_bits(value), 0x7FFF)
 
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return two bf16 weights in one 32-bit word after an optimizer step. The gradients of both
-    weights are passed in one word too."""
+    """Return two bf16 weights in one 32-bit word after an optimizer step.
+
+    The gradients of both weights are passed in one word too.
+    """
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -152,8 +158,10 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return the result of `scaled_pair` for finite numbers. Without PACKED, compute the result by
-    ordinary operations instead of one instruction for both numbers.
+    """Return the result of `scaled_pair` for finite numbers.
+
+    Without PACKED, compute the result by ordinary operations instead of one instruction for both
+    numbers.
     """
     if PACKED:
         found = scaled_pair(pair, scale)
@@ -165,8 +173,10 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa bits of eight weights. The bits of neighbouring weights are 16
-    positions apart."""
+    """Return the sign and mantissa bits of eight weights.
+
+    The bits of neighbouring weights are 16 positions apart.
+    """
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
     if FIELD == 1:
@@ -191,8 +201,11 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load one 7-bit normaliser (scale) for each group. The normaliser belongs to the weights of
-    the first (HALF is 0) or the last (HALF is 1) sixteen threads of a warp."""
+    """Load one 7-bit normaliser (scale) for each group.
+
+    The normaliser belongs to the weights of the first (HALF is 0) or the last (HALF is 1) sixteen
+    threads of a warp.
+    """
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -323,8 +336,10 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write, to a spill buffer, the lengths that COUNT lists need. The spill buffer is memory for
-    weights whose codes do not fit. If a list was too short, also write the weight's value there.
+    """Write, to a spill buffer, the lengths that COUNT lists need.
+
+    The spill buffer is memory for weights whose codes do not fit. If a list was too short, also
+    write the weight's value there.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

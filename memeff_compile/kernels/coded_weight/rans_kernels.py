@@ -18,8 +18,10 @@ GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
 
 @triton.jit
 def _next(state, place, header_ptr, words_ptr):
-    """Decode one symbol (an exponent) per thread of a warp. Return the symbols, the decoder states,
-    and the position of the next words."""
+    """Decode one symbol (an exponent) per thread of a warp.
+
+    Return the symbols, the decoder states, and the position of the next words.
+    """
     slot = tl.load(header_ptr + (state & 1023).to(tl.int32)).to(tl.uint32, bitcast=True)
     state = (((slot >> 8) & 0xFFF) + 1) * (state >> 10) + (slot >> 20)
     needs = state < 65536

@@ -134,8 +134,10 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches (weights stored whole). The list itself may have spare
-    space after the patches."""
+    """Return the flat indices of the patches (weights stored whole).
+
+    The list itself may have spare space after the patches.
+    """
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
     return chunks * CHUNK + places[: chunks.numel()]
@@ -200,16 +202,20 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values. A warp's
-    32 words cover 512 values in a row. Each word has two neighbouring values from each eighth of
-    these 512 values."""
+    """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values.
+
+    A warp's 32 words cover 512 values in a row. Each word has two neighbouring values from each
+    eighth of these 512 values.
+    """
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack, for each chunk, the codes of one bit stream. Return the words, and the number of words
-    per chunk."""
+    """Pack, for each chunk, the codes of one bit stream.
+
+    Return the words, and the number of words per chunk.
+    """
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
     rank = is_in.cumsum(1) - 1
@@ -225,8 +231,10 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits. Return the same kinds of tensors as
-    `encode_win4`."""
+    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits.
+
+    Return the same kinds of tensors as `encode_win4`.
+    """
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
     for piece in _pieces(patterns.numel()):
@@ -280,8 +288,11 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return a table of 1024 slots. Each slot has an exponent (8 bits), its frequency minus one (12
-    bits), and the slot's position among the exponent's slots (12 bits)."""
+    """Return a table of 1024 slots.
+
+    Each slot has an exponent (8 bits), its frequency minus one (12 bits), and the slot's position
+    among the exponent's slots (12 bits).
+    """
     table = []
     for exponent, slots in enumerate(frequencies(counts)):
         for place in range(slots):
@@ -291,8 +302,10 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, steps, 32 threads). Of each 256 values, a thread has eight,
-    in eight consecutive steps."""
+    """Reshape flat values to (chunks, steps, 32 threads).
+
+    Of each 256 values, a thread has eight, in eight consecutive steps.
+    """
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 

@@ -202,7 +202,9 @@ def _exact_rows(
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
     """Load the codes, and the sign and mantissa fields, of some groups of weights of each row,
-    (ROWS, GROUPS, 32). Also load the groups' normalisers (scales).
+    (ROWS, GROUPS, 32).
+
+    Also load the groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
@@ -313,8 +315,9 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width. The order of each sum is the same as
-    in `_coded_weight_row_win4_kernel`.
+    """Multiply one token by 2 or 3 weights of the same width.
+
+    The order of each sum is the same as in `_coded_weight_row_win4_kernel`.
     """
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])

@@ -47,8 +47,9 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile of the kernel for more than a few tokens on Hopper GPUs. A program decodes each
-    weight once for all its tokens.
+    """The tile of the kernel for more than a few tokens on Hopper GPUs.
+
+    A program decodes each weight once for all its tokens.
     """
 
     rows: int  # 64 or 128, of the weight
@@ -241,8 +242,11 @@ converts all of x. With more columns this takes longer than it saves."""
 
 
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
-    """Return whether one token is multiplied in fp16. Fp16 requires that normalisers (scales) cover
-    whole groups of weights, and that x has few enough columns."""
+    """Return whether one token is multiplied in fp16.
+
+    Fp16 requires that normalisers (scales) cover whole groups of weights, and that x has few enough
+    columns.
+    """
     return block >= GROUP and columns <= MOST_HALVES[mantissa]
 
 

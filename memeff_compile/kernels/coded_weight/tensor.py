@@ -47,7 +47,7 @@ class Unsettled:
     old codes.
 
     If the codes did not fit, the value is encoded again. The value comes from the spill buffer
-    (memory for values whose codes do not fit) or from the dense value, kept until then.
+    (memory for values whose codes do not fit) or from the dense value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -366,8 +366,10 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
-        """Encode a new value of the whole weight in place. A value of another dtype is first cast
-        to bf16."""
+        """Encode a new value of the whole weight in place.
+
+        A value of another dtype is first cast to bf16.
+        """
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
                 f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
@@ -580,8 +582,10 @@ class CodedWeight(Tensor):
 
 
 class CodedWeightView(Tensor):
-    """A view of a compressed weight: decoded values that are read-only. A write to the values
-    raises an error."""
+    """A view of a compressed weight: decoded values that are read-only.
+
+    A write to the values raises an error.
+    """
 
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
@@ -619,8 +623,10 @@ class CodedWeightView(Tensor):
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy of the values as a tensor of another class. The result is a copy because
-        writes to a tensor of that class would not raise an error."""
+        """Return a copy of the values as a tensor of another class.
+
+        The result is a copy because writes to a tensor of that class would not raise an error.
+        """
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
@@ -650,8 +656,10 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values. Results that share memory with the decoded values raise an error
-    on writes."""
+    """Run an op on decoded values.
+
+    Results that share memory with the decoded values raise an error on writes.
+    """
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):
@@ -700,8 +708,10 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear layer as this package's op, with autocast's casts. Return None if the op does
-    not support the layer."""
+    """Run a linear layer as this package's op, with autocast's casts.
+
+    Return None if the op does not support the layer.
+    """
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type

@@ -49,7 +49,10 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream from bit `at` on. The caller uses at most 33 of these bits."""
+    """Return 64 bits of a stream from bit `at` on.
+
+    The caller uses at most 33 of these bits.
+    """
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
@@ -180,7 +183,10 @@ def _coded_weight_tier_decode_kernel(
 @triton.jit
 def _codes(pattern, windows):
     """Return the codes of a 16-bit weight pattern in all three windows, and its byte of sign and
-    mantissa. A window is a range of exponents that have codes."""
+    mantissa.
+
+    A window is a range of exponents that have codes.
+    """
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow
@@ -223,8 +229,10 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one weight pattern to earlier codes. Return all codes, and the byte of
-    sign and mantissa."""
+    """Append the codes of one weight pattern to earlier codes.
+
+    Return all codes, and the byte of sign and mantissa.
+    """
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)

@@ -116,8 +116,10 @@ def _numbers(codes, fields, FIELD: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, layout: gl.constexpr):
-    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand. No data
-    moves between registers."""
+    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand.
+
+    No data moves between registers.
+    """
     low = pair.to(gl.int16).to(gl.float16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     joined = gl.join(low, high).reshape([pair.shape[0], pair.shape[1], 2 * pair.shape[2]])

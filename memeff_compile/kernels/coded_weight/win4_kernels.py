@@ -50,8 +50,10 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Decode words of codes, with the signs and mantissas at the same positions. Return four 32-bit
-    words of two weights each."""
+    """Decode words of codes, with the signs and mantissas at the same positions.
+
+    Return four 32-bit words of two weights each.
+    """
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -119,8 +121,10 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode lossy weights, eight per word of codes. `row_kernels` explains the power of two that
-    scales the codes."""
+    """Decode lossy weights, eight per word of codes.
+
+    `row_kernels` explains the power of two that scales the codes.
+    """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = program.to(tl.int64) * C.WORDS
@@ -145,8 +149,10 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and a flag. The
-    flag is 1 if the weight must be stored whole (a patch), else 0."""
+    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and a flag.
+
+    The flag is 1 if the weight must be stored whole (a patch), else 0.
+    """
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -158,7 +164,9 @@ def _coded(pattern, base):
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
     """Return the codes of a pair of weights at their bit positions in a word, and their bytes of
-    sign and mantissa. Also return the number of patches (weights stored whole) in the pair.
+    sign and mantissa.
+
+    Also return the number of patches (weights stored whole) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)

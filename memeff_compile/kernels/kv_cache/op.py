@@ -33,8 +33,10 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Return the reason why the op does not support a call of attention, or None if it does. `last`
-    may be None."""
+    """Return the reason why the op does not support a call of attention, or None if it does.
+
+    `last` may be None.
+    """
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)

@@ -23,8 +23,9 @@ def code_bytes(
     *,
     value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
-    """Return the bytes of the codes and scales of q, k and v. The codes and scales take about half
-    of the bytes of q, k and v in bf16.
+    """Return the bytes of the codes and scales of q, k and v.
+
+    The codes and scales take about half of the bytes of q, k and v in bf16.
     """
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
     q = sympy.sympify(batch) * heads * queries * depth

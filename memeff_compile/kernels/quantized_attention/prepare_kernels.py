@@ -189,7 +189,9 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
     """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1).
-    The result is at least 1."""
+
+    The result is at least 1.
+    """
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -243,8 +245,10 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Apply a Hadamard transform in place to vectors in memory. Element i of a vector is at the
-    offset `places` + i * step."""
+    """Apply a Hadamard transform in place to vectors in memory.
+
+    Element i of a vector is at the offset `places` + i * step.
+    """
     tl.debug_barrier()
     parts = ()
     for part in tl.static_range(COUNT):
@@ -416,7 +420,9 @@ def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
 @triton.jit
 def _key_at(place):
     """Return the index of the key whose value is stored at a position of the 8-bit values.
-    `tiles_kernels._reordered` explains the order."""
+
+    `tiles_kernels._reordered` explains the order.
+    """
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 

@@ -29,8 +29,9 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load some channels of one head's rows in fp32. `x` is a pair: the pointer to the first row,
-    and the stride between rows.
+    """Load some channels of one head's rows in fp32.
+
+    `x` is a pair: the pointer to the first row, and the stride between rows.
     """
     ptr, stride = x
     mask = is_place[:, None]
@@ -54,16 +55,19 @@ def _whole(x):
 
 @triton.jit
 def _size_bits(x):
-    """Return the bits of |x| as integers, which have the same order as the numbers. Nan is larger
-    than infinity.
+    """Return the bits of |x| as integers, which have the same order as the numbers.
+
+    Nan is larger than infinity.
     """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale_of(size, least, limit):
-    """Return the scale for numbers up to `size`. The scale is never 0, and it is nan if `size` is
-    not finite."""
+    """Return the scale for numbers up to `size`.
+
+    The scale is never 0, and it is nan if `size` is not finite.
+    """
     return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
 
 

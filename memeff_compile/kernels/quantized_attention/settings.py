@@ -226,7 +226,9 @@ position."""
 
 
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Return the group index of each query and of each key, (L,) int64 each. The rows of a group
-    share a scale."""
+    """Return the group index of each query and of each key, (L,) int64 each.
+
+    The rows of a group share a scale.
+    """
     rules = zip(_SHARED[granularity], (queries, keys), strict=True)
     return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

@@ -36,8 +36,10 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of codes and scales that the attention kernel reads. The head dimension D is
-    padded, and the number of keys N is a multiple of `BLOCK`."""
+    """The tensors of codes and scales that the attention kernel reads.
+
+    The head dimension D is padded, and the number of keys N is a multiple of `BLOCK`.
+    """
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them
@@ -204,7 +206,10 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
     """Return the size and the number of the chunks of keys that the first kernel of a call
-    processes. The chunks are chosen so that the GPU is busy."""
+    processes.
+
+    The chunks are chosen so that the GPU is busy.
+    """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS

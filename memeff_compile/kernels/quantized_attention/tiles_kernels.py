@@ -67,10 +67,10 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 def _scores(q, k, start, C: tl.constexpr):
     """Return the scores q k^T of a tile as fp32.
 
-    - With MAGIC_SUM, MAGIC_VALUE is added. So the bits of an int32 sum can be read as the bits of a
-      float.
-    - With STARTS, `start` is added. `start` contains the scores of the queries' means and has about
-      the same size as MAGIC_VALUE.
+    - With MAGIC_SUM, the result is the scores plus MAGIC_VALUE. So the bits of an int32 sum can be
+      read as the bits of a float.
+    - With STARTS, the result is the scores plus `start`. `start` is MAGIC_VALUE plus the scaled
+      scores of the queries' means, so it has about the same size as MAGIC_VALUE.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")

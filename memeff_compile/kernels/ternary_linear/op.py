@@ -451,7 +451,8 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients of the op's inputs.
 
     If no gradient arrives for the result of a weight, the gradients of that weight and of its bias
-    are None."""
+    are None.
+    """
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
     of_x = needs[0] and bool(given)

@@ -62,8 +62,10 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words). Columns after
-    K are zero."""
+    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words).
+
+    Columns after K are zero.
+    """
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))
@@ -134,8 +136,10 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_fp4(scaled: Tensor) -> Tensor:
-    """Round values to the nearest FP4 numbers. `scaled` contains twice the values, and the result
-    twice the FP4 numbers. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
+    """Round values to the nearest FP4 numbers.
+
+    `scaled` contains twice the values, and the result twice the FP4 numbers. FP4 numbers have the
+    magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
     """
     size = scaled.abs()
     code = torch.zeros_like(size)

@@ -38,8 +38,10 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Return the module with the kernels. Importing the module imports Triton, so the import
-    happens only when a kernel runs."""
+    """Return the module with the kernels.
+
+    Importing the module imports Triton, so the import happens only when a kernel runs.
+    """
     from . import tiles_kernels
 
     return tiles_kernels

@@ -39,8 +39,10 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token. The caller then passes the scale to `_checked`, which checks
-    that the scale is valid."""
+    """Return the scale of a token.
+
+    The caller then passes the scale to `_checked`, which checks that the scale is valid.
+    """
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -314,7 +316,9 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 @triton.jit
 def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
     """Multiply one 2-bit field of each byte of a tile of weights by the plane, and add the products
-    to `acc`. The plane contains the token's codes for that field.
+    to `acc`.
+
+    The plane contains the token's codes for that field.
     """
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)
