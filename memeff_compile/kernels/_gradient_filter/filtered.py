@@ -449,16 +449,19 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops under a gradient filter. Like each module that implements the loss op without a
-    filter, the class has the functions `forward`, `total` and `backward`.
+    """The loops under a gradient filter.
+
+    Like each module that implements the loss op without a filter, the class has the functions
+    `forward`, `total` and `backward`.
     """
 
     exact: Any  # the engine's module
 
     @property
     def forward(self) -> Any:
-        """Return the forward pass of the loss op's implementation. A gradient filter does not
-        change the forward pass.
+        """Return the forward pass of the loss op's implementation.
+
+        A gradient filter does not change the forward pass.
         """
         return self.exact.forward
 
@@ -475,8 +478,10 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop that computes the gradients. The filter drops classes for the hidden
-        states' gradient, for the weight's gradient, or for both gradients.
+        """Return the loop that computes the gradients.
+
+        The filter drops classes for the hidden states' gradient, for the weight's gradient, or for
+        both gradients.
         """
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":

@@ -5,12 +5,12 @@ and compute gradients only for these classes.
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
 consists of TILE consecutive rows, and a block consists of at most 16 groups. One pass over all
 classes computes the rows' statistics and a score for each class and group. For each of LEVELS
-thresholds, the pass also computes the probability mass that each row would lose without the classes
-of lower score. The pass stores no logits. Each class then gets a 16-bit word, with one bit for each
-group of rows in which the filter keeps the class. Classes are sorted by these words, so that in
-nearly every tile the filter keeps either all classes or none. For the tiles that the filter keeps,
-the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. The stored
-gradients still lack one factor per row, by which the last kernel multiplies its results.
+thresholds, the pass also computes the probability mass that each row would lose if classes of lower
+score were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
+each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
+in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
+keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. The
+stored gradients still lack one factor per row, by which the last kernel multiplies its results.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -146,11 +146,10 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the thresholds of the levels with the given indices. A level drops a class whose score
-    is below its threshold.
+    """Return the thresholds of the levels with the given indices.
 
-    The last level's threshold is higher than the score of every class, so this level drops all
-    classes.
+    A level drops a class whose score is below its threshold. The last level's threshold is higher
+    than the score of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -188,7 +187,8 @@ def _gradient_filter_score_kernel(
     A level is a score threshold. For each row and level, the kernel sums the probabilities of the
     classes below the threshold. A program processes one group and some tiles of classes. A tile
     contains all rows of the group, so the scores of its classes are known while its logits are in
-    registers. The filter always keeps the classes that are targets of the group's rows.
+    registers. The filters `mass` and `block` always keep the classes that are targets of the
+    group's rows.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -288,8 +288,9 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Record whether a row's largest logit is far from the row's base, and make this logit the new
-    base. The base is an earlier estimate of the largest logit."""
+    """Replace a row's base by the row's largest logit if they are far apart, and record this.
+
+    The base is an earlier estimate of the largest logit."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -514,10 +515,12 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the order that a matrix product needs.
+    """List the tiles that the filter keeps, in the two orders that the two matrix products need.
 
-    The product is with the weight or with the hidden states. The kernels process the tiles of
-    classes in several passes. A program lists, for one pass, the tiles of one group of rows.
+    The product with the weight needs a group's tiles next to each other. The product with the
+    hidden states needs, for each tile of classes, the groups that keep the tile. The kernels
+    process the tiles of classes in several passes. A program lists, for one pass, the tiles of one
+    group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)

@@ -97,8 +97,9 @@ def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
 
 
 def filter_rows(rows: int, tile: int) -> int:
-    """Return how many rows a block has under a filter, a multiple of the group size `tile`. All
-    blocks of a call have about the same number of rows.
+    """Return how many rows a block has under a filter, a multiple of the group size `tile`.
+
+    All blocks of a call have about the same number of rows.
     """
     tiles = max(-(-rows // tile), 1)
     blocks = -(-tiles // FILTER_GROUPS)
@@ -107,7 +108,9 @@ def filter_rows(rows: int, tile: int) -> int:
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
     """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
-    the tiles that the filter keeps). The function counts:
+    the tiles that the filter keeps).
+
+    The function counts:
 
     - the classes' scores, one word per class, and the sorted order of these words;
     - two copies of hidden-state rows, and sums of the hidden states' gradient (dE);

@@ -46,7 +46,7 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings of a call. Remove the gradient filter if a requested result does not
+        """Return the settings of a call, without a gradient filter if a requested result does not
         allow a filter.
 
         For label smoothing, for example, the caller requests the sum of each row's logits. Every
@@ -57,8 +57,9 @@ class Settings(NamedTuple):
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the log-sum-exp of ignored rows. This log-sum-exp can then
-        have a gradient."""
+        """Return whether the caller gets the log-sum-exp of ignored rows.
+
+        This log-sum-exp can then have a gradient."""
         return self.with_lse or self.with_entropy
 
     @property

@@ -37,7 +37,10 @@ def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many rows of a tile are not ignored. These rows come before the ignored rows."""
+    """Return how many rows of a tile are not ignored.
+
+    These rows come before the ignored rows.
+    """
     if C.HAS_KEPT:
         return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     return rows

@@ -77,7 +77,9 @@ class Shard(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The description of how an output projection is split over ranks. A `Split` contains:
+    """The description of how an output projection is split over ranks.
+
+    A `Split` contains:
 
     - this rank's shard;
     - the dimension of the device mesh over which the classes are split;
@@ -113,8 +115,10 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return a DTensor's local tensor. If `summed` is given, the gradient of the local tensor is a
-    partial sum over the mesh dimension `summed`."""
+    """Return a DTensor's local tensor.
+
+    If `summed` is given, the gradient of the local tensor is a partial sum over the mesh dimension
+    `summed`."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -139,8 +143,8 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange the statistics of a block of rows with the other ranks. Return the log-sum-exps
-        and losses over all classes."""
+        """Exchange the statistics of a block of rows with the other ranks, and return the
+        log-sum-exps and losses over all classes."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
@@ -169,8 +173,9 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target column of each row that is not ignored, and two masks. The masks mark the
-    rows whose target this rank has, and the rows whose target another rank has.
+    """Return the target column of each row that is not ignored, and two masks.
+
+    The masks mark the rows whose target this rank has, and the rows whose target another rank has.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

@@ -33,8 +33,9 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that a call computes: those that are not ignored. If a result other than the
-    loss needs ignored rows, return all rows.
+    """Return the rows that a call computes: those that are not ignored.
+
+    If a result other than the loss needs ignored rows, return all rows.
     """
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index

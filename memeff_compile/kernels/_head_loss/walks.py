@@ -42,8 +42,9 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients. The logits come from the step that computed the statistics,
-    or the loop computes the logits again.
+    """A loop that computes gradients.
+
+    The loop uses the logits that it has computed for the statistics, or computes the logits again.
     """
 
     @abstractmethod

@@ -105,8 +105,9 @@ def flags_of(given: Conditions) -> dict[str, bool]:
 
 
 def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes, and its stride between sequences. Without a mask, return
-    `like` as a placeholder."""
+    """Return the mask of keys as bytes, and its stride between sequences.
+
+    Without a mask, return `like` as a placeholder."""
     mask = _unit_stride(given.key_mask)
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
@@ -131,7 +132,9 @@ def _over_batch(table: Tensor) -> int:
 
 def positions_of(given: Conditions) -> tuple[int, int]:
     """Return the bounds `ahead` and `behind` (how far after and before a query its keys may be) as
-    numbers. The number 0 stands for no bound."""
+    numbers.
+
+    The number 0 stands for no bound."""
     return given.ahead or 0, given.behind or 0
 
 

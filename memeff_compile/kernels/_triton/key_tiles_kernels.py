@@ -25,10 +25,10 @@ FAR = tl.constexpr(2**62)
 
 @triton.jit
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return which keys of a tile each query attends to. `AXIS` is the axis of the queries.
+    """Return which keys of a tile each query attends to.
 
-    `queries` and `keys` are pairs of positions and ids; `span` contains the bounds ``(ahead,
-    behind)``.
+    `AXIS` is the axis of the queries. `queries` and `keys` are pairs of positions and ids; `span`
+    contains the bounds ``(ahead, behind)``.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
@@ -95,7 +95,9 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
     """Return the number of an incomplete tile (a visited tile with hidden keys), given the tile's
-    index among all incomplete tiles. Incomplete tiles lie before and after the complete tiles.
+    index among all incomplete tiles.
+
+    Incomplete tiles lie before and after the complete tiles.
     """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
@@ -104,7 +106,9 @@ def edge_tile(index, first, full_first, full_stop):
 @triton.jit
 def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
     """Return, for each tile, whether any position is visible, and whether all positions are
-    visible. Also return the smallest and the largest id of the visible positions."""
+    visible.
+
+    Also return the smallest and the largest id of the visible positions."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -138,7 +142,9 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
 @triton.jit
 def run_of(found, other, is_in):
     """Extend a run of tiles by the tiles `other`, of which those with `is_in` are of the run's
-    kind. The run is the first tile of a kind and the first later tile of another kind."""
+    kind.
+
+    The run is the first tile of a kind and the first later tile of another kind."""
     first, stop = found
     first = tl.minimum(first, tl.min(tl.where(is_in, other, FAR), axis=0))
     stop = tl.minimum(stop, tl.min(tl.where((is_in == 0) & (other > first), other, FAR), axis=0))

@@ -159,13 +159,13 @@ def launch(
 
 
 class Launches:
-    """A runner of the kernel launches of one call, in order. The runner reuses the compiled kernels
-    of an earlier call that had equal `sizes`. A launch reuses a compiled kernel if kernel,
-    constants, numbers and dtypes are the same, and if all memory is aligned to 16 bytes. All
-    tensors of a launch must be on the current GPU.
+    """A runner of the kernel launches of one call, in order.
 
-    A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
-    small calls.
+    The runner reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
+    reuses a compiled kernel if kernel, constants, numbers and dtypes are the same, and if all
+    memory is aligned to 16 bytes. All tensors of a launch must be on the current GPU. A launch
+    through this class takes a quarter of the host time of `run_kernel`, which matters for small
+    calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -211,8 +211,10 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties on which the compiled kernel depends. Also return the arguments with
-    each tensor replaced by its address, and the bitwise "or" of all addresses.
+    """Return the properties on which the compiled kernel depends.
+
+    Also return the arguments with each tensor replaced by its address, and the bitwise "or" of all
+    addresses.
     """
     seen: list[Any] = []
     given: list[Any] = []

@@ -226,8 +226,9 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of a tile's four slices (ranges of columns) before they are needed. If the
-    tile has only two slices, return each of their scales twice.
+    """Load the scales of a tile's four slices (ranges of columns) before they are needed.
+
+    If the tile has only two slices, return each of their scales twice.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE

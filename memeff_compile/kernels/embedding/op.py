@@ -57,8 +57,9 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 class _Places(NamedTuple):
-    """The map from token ids to rows of a weight. The weight is the whole table or one rank's shard
-    of it."""
+    """The map from token ids to rows of a weight.
+
+    The weight is the whole table or one rank's shard of it."""
 
     vocab: int | torch.SymInt  # rows of the weight
     padding_idx: int  # an id, or -1

@@ -1,5 +1,5 @@
-"""A linear layer applied to the gated product act(gate) * up. The backward pass overwrites gate and
-up with their gradients.
+"""A linear layer applied to the gated product act(gate) * up, with a backward pass that works in
+place.
 
 The backward pass of a gated MLP's last linear computes three tensors of size (tokens, intermediate
 size) from three others. The three inputs are gate, up and the product's gradient. The three results

@@ -17,8 +17,9 @@ PIECE = 1 << 16
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to the separate buffer ``out``. All three tensors are (n,) of one
-    floating dtype."""
+    """Write act(gate) * up to the separate buffer ``out``.
+
+    All three tensors are (n,) of one floating dtype."""
     for first in range(0, gate.numel(), PIECE):
         part = slice(first, first + PIECE)
         out[part] = _value(_wide(gate[part]), activation) * _wide(up[part])

@@ -1,7 +1,7 @@
 """A linear layer and cross entropy in one op, which never builds the N x V logits.
 
-As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss. Its
-inputs are the hidden states and the weight of the output projection. This folder contains the op
+As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss from
+hidden states and the output projection's weight. This folder contains the op
 memeff::linear_cross_entropy, its implementations, and the formulas for its memory. For each row of
 the hidden states, the op returns five numbers:
 

@@ -30,11 +30,11 @@ The GPU permutes the rows so that all products leave out the ignored rows. The C
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
 a hidden size that is a multiple of 8, and a contiguous weight.
 
-An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. There, the forward
-plus backward pass of a loss per row should take this time in seconds: `4 * 2NDV / 700e12 + 8ND *
-blocks / 4.28e12`. The first term is the time of four matrix products. The second term is the time
-to read and write the hidden states' gradient (dE) once per block. A scalar loss should take 3 *
-2NDV / 700e12 seconds. The lower bounds (at 790e12 operations per second) and the predictions are:
+An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. On an H200, the
+forward plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12
+seconds. The first term is the time of four matrix products. The second term is the time to read and
+write the hidden states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12
+seconds. The lower bounds (at 790e12 operations per second) and the predictions are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
@@ -263,7 +263,8 @@ class BackwardByClasses(Differentiating):
         contribute to the hidden states' gradient first, while the rows are still temporary memory.
         So the logits of these classes are computed twice. The fp32 sums of the hidden states'
         gradient are freed when this gradient is complete. From then on, the logits' gradient G uses
-        only rows of the weight's gradient that are not yet written.
+        only rows of the weight's gradient that are not yet written. When too few of these rows are
+        left, G uses a spare buffer.
         """
         room = self.inside
         assert room is not None
@@ -624,8 +625,9 @@ def add_columns(
     at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
     launch: Any,
 ) -> None:
-    """Multiply each row of X by the row's scale, and add the column sums to the bias's gradient. X
-    is the logits' gradient up to a factor per row."""
+    """Multiply each row of X by the row's scale, and add the column sums to the bias's gradient.
+
+    X is the logits' gradient up to a factor per row."""
     launch(
         kernels._linear_cross_entropy_hopper_bias_kernel,
         (-(-x.shape[1] // SUMMED_COLUMNS),),

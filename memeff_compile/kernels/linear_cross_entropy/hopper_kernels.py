@@ -102,7 +102,9 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Reduce each tile of logits to a maximum and a sum per row. Store the logit of each target."""
+    """Reduce each tile of logits to a maximum and a sum per row, and store the logit of each
+    target.
+    """
     rows_here = count_rows(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -218,9 +220,9 @@ def _linear_cross_entropy_hopper_merge_kernel(
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
     """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor.
-    The matrix s is the product from which the logits are computed.
 
-    `place` contains the rows' indices, which of the rows exist, and the columns' indices.
+    The matrix s is the product from which the logits are computed. `place` contains the rows'
+    indices, which of the rows exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -468,7 +470,9 @@ def _linear_cross_entropy_hopper_logits_kernel(
     C: tl.constexpr,
 ):
     """Write X and the statistics of its rows tile by tile, with zeros in rows and columns beyond
-    the tensor. X is the logits' gradient up to a factor per row."""
+    the tensor.
+
+    X is the logits' gradient up to a factor per row."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -779,7 +783,9 @@ def _linear_cross_entropy_hopper_bias_kernel(
     C: tl.constexpr,
 ):
     """Multiply each row of X by the row's scale, and add the column sums to the gradient of the
-    bias. X is the logits' gradient up to a factor per row."""
+    bias.
+
+    X is the logits' gradient up to a factor per row."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = (local < width) & (first_column + local < stop_column)

@@ -10,8 +10,8 @@ Then cuBLAS writes the product of G and the hidden states into the block's rows 
 gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
 the weight's rows to the hidden states' gradient (dE) in fp32. The logits' gradient G has its own
 buffer, because writing G over the fp32 strip would save no memory. A separate buffer and a narrower
-strip together take the same bytes. The results would also depend on the order in which warps read
-and write.
+strip together take the same bytes. If G overwrote the strip, the results would also depend on the
+order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
 blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all

@@ -123,9 +123,9 @@ def bytes_after(
     - for 16-bit inputs, the fp32 sum of the hidden states' gradient (4ND).
 
     For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
-    weight. On a CPU, the bound also adds the copies of the rows that are not ignored. `how`
-    contains the fields of `How`. `pieces` may contain symbols, for a short formula, and is by
-    default the result of `piece_sizes`.
+    weight. For `reference` on a CPU, the bound also adds the copies of the rows that are not
+    ignored. `how` contains the fields of `How`. `pieces` may contain symbols, for a short formula,
+    and is by default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given

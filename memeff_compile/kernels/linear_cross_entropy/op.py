@@ -4,8 +4,8 @@ Two ops compute the loss, and the first of them has a backward op. These three o
 LoRA adapter of the output projection:
 
 - `linear_cross_entropy` returns, per row: nll, lse, sum of logits, entropy, likeliest class.
-- `linear_cross_entropy_total` returns one number and the gradients of that number, which is (sum
-  over rows i of row_weight_i * nll_i) / norm.
+- `linear_cross_entropy_total` returns one number and the gradients of that number, which is
+  (sum over rows i of row_weight_i * nll_i) / norm.
 
 The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
 row. The backward op computes the logits again. The forward pass of the op

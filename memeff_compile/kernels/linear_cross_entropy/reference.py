@@ -359,7 +359,7 @@ class Total(Statistics, Differentiating):
         """Return ranges of columns for the blocks.
 
         If the weight must be converted to a wider dtype, a block's rows of the weight are copied.
-        The copy is no larger than the buffer of logits."""
+        The copy is no larger than the buffer of logits, or has REFERENCE_MIN_ROWS rows."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]

@@ -68,8 +68,9 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the number of columns of a block of classes within the workspace. With a workspace of
-    0, the function chooses a size itself."""
+    """Choose the number of columns of a block of classes within the workspace.
+
+    With a workspace of 0, the function chooses a size itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -80,7 +81,9 @@ def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
     """Return the number of rows whose fp32 or fp64 logits exist at once: at most half of all rows,
-    rounded up. With a workspace of 0, the function chooses the memory limit itself."""
+    rounded up.
+
+    With a workspace of 0, the function chooses the memory limit itself."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -268,6 +271,7 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
     """Return the rows and columns of a tile of the gradients of hidden states (dE) and weight (dC).
+
     Of two possible tile shapes, the function returns the shape with fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
@@ -276,6 +280,7 @@ def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
     """Return the number of rows of a block in the forward pass, a multiple of the tile's height.
+
     All blocks have about the same height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
@@ -411,7 +416,9 @@ def hopper_rows(
 
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of `hopper`'s buffers for a block of rows. The buffers contain:
+    """Return the bytes of `hopper`'s buffers for a block of rows.
+
+    The buffers contain:
 
     - X (the logits' gradient up to a factor per row);
     - statistics for the narrowest tiles, scaled rows and partial sums;

@@ -11,7 +11,7 @@ statistics of all ranks into the results of `linear_cross_entropy` for all class
     nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
-classes. So it uses the softmax over all classes, not only over this rank's classes.
+classes. So the op uses the softmax over all classes, not only over this rank's classes.
 
 A scalar loss needs a row's softmax before its gradients, and no rank has all classes. So all ranks
 process the same blocks of rows and exchange numbers once per block. Each rank computes its logits
@@ -28,14 +28,14 @@ the order of the collectives that it sees. So two other collectives fix the op's
 `all_gather` before the op and the `all_gather` after it. All ranks use the total of the first rank.
 
 All ranks must have the same number of rows, so they first gather their row counts. If the counts
-differ, every rank raises an error. Ranks may use different implementations. The gathered data and
-the number of gathers depend only on these values:
+differ, every rank raises an error. The gathered data and the number of gathers depend only on these
+values:
 
 - the number of rows, and the classes of all ranks;
 - the dtype, the workspace and the kind of device.
 
-Each rank gets the gradient of its W_r, and a summand of the gradient of h. The caller has to add up
-the summands of all ranks.
+So ranks may use different implementations. Each rank gets the gradient of its W_r, and a summand of
+the gradient of h. The caller has to add up the summands of all ranks.
 """
 
 from __future__ import annotations
@@ -213,8 +213,9 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments of this rank's call for its share of the classes. `gather` is the
-    function with which `Ranks` gathers numbers."""
+    """Return the arguments of this rank's call for its share of the classes.
+
+    `gather` is the function with which `Ranks` gathers numbers."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

@@ -351,8 +351,9 @@ def row_gradients(
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
-    """Compute the loss and the gradients of flattened inputs. If ranks split the classes, the
-    caller has already checked the targets."""
+    """Compute the loss and the gradients of flattened inputs.
+
+    If ranks split the classes, the caller has already checked the targets."""
     operands = given.operands
     if given.hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.
@@ -397,6 +398,7 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Exchange the rows' statistics with the other ranks, block by block, in the row order `order`.
+
     Return the log-sum-exps and losses over all classes."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
@@ -405,12 +407,12 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
-    """Return the indices of the rows that a call on a CPU computes, or None for all rows.
+    """Return the indices of the rows that a call computes, or None if the call computes all rows.
 
-    The result is also None in two cases:
+    Even if some rows are ignored, a call computes all rows in two cases:
 
     - the caller requests a statistic of ignored rows;
-    - the tensors are on a GPU, because the CPU would have to wait for the number of rows.
+    - the tensors are not on a CPU, because the CPU would have to wait for the number of rows.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

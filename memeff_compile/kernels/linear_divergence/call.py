@@ -1,7 +1,7 @@
 """The arguments and results of the two implementations of divergences, and the sizes of blocks.
 
-In variable names, N is rows (tokens), D and K are features of student and teacher. V is classes,
-and R is rows of a block.
+In variable names, N stands for rows (tokens), R for rows of a block, and V for classes. D and K
+stand for features of student and teacher.
 """
 
 from __future__ import annotations
@@ -202,8 +202,9 @@ def columns_of(vocab: int, tile: int) -> int:
 
 
 class Slots(NamedTuple):
-    """The number of slots, and how many slots one matrix product covers. A slot is a buffer for the
-    gradients of one block of rows."""
+    """The number of slots, and how many slots one matrix product covers.
+
+    A slot is a buffer for the gradients of one block of rows."""
 
     rows: int
     blocks: int
@@ -232,8 +233,10 @@ def slots_for(
     trains: bool = True,
     lent: int = 0,
 ) -> Slots:
-    """Choose the number of slots (buffers for the logits' gradients of a block of rows). The call
-    gets as many slots as fit into the workspace, but no more than the call has blocks of rows.
+    """Choose the number of slots (buffers for the logits' gradients of a block of rows).
+
+    The call gets as many slots as fit into the workspace, but no more than the call has blocks of
+    rows.
 
     - `rows`: the number of rows in the call.
     - `columns`: the number of columns in a slot.

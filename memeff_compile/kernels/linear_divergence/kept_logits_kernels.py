@@ -132,8 +132,9 @@ def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
 
 @triton.jit
 def _times(probability, logarithm):
-    """Multiply a probability by a logarithm. If the probability is 0, the product is 0, even if the
-    logarithm is minus infinity."""
+    """Multiply a probability by a logarithm.
+
+    If the probability is 0, the product is 0, even if the logarithm is minus infinity."""
     return tl.where(probability == 0.0, 0.0, probability * logarithm)
 
 
@@ -339,8 +340,9 @@ def _linear_divergence_kept_logits_place_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write a row's gradient at its listed classes. For a class that is listed twice, add both
-    numbers."""
+    """Write a row's gradient at its listed classes.
+
+    For a class that is listed twice, add both numbers."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

@@ -46,8 +46,7 @@ def bytes_before(
 
     Inductor keeps the logits of student and teacher, and overwrites one of these two tensors with
     the gradient. Eager PyTorch also keeps the log-probabilities of student and teacher, and the
-    divergence of every class. In the backward pass, eager PyTorch also keeps the gradients of these
-    three tensors.
+    divergence of every class. For training, the formula counts one more such tensor, for gradients.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:

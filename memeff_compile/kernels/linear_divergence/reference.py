@@ -137,8 +137,9 @@ def _divergence(
 
 
 def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
-    """Multiply a probability by a logarithm. Where the probability is 0, the product is 0, even if
-    the logarithm is minus infinity."""
+    """Multiply a probability by a logarithm.
+
+    Where the probability is 0, the product is 0, even if the logarithm is minus infinity."""
     return (probability * logarithm).masked_fill_(probability == 0, 0)
 
 
