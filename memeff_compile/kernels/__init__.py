@@ -1,5 +1,7 @@
-"""All ops of the package; importing this module defines the ops' schemas, so that graphs can
-contain them."""
+"""All ops of the package.
+
+Importing this module defines the ops' schemas, so that graphs can contain them.
+"""
 
 from __future__ import annotations
 

@@ -18,15 +18,19 @@ INDICES = (torch.int32, torch.int64)
 
 
 def require(op: str, sentence: str | None) -> None:
-    """Raise an error with a sentence about an unsupported input; do nothing if the sentence is
-    None."""
+    """Raise an error with a sentence about an unsupported input.
+
+    Do nothing if the sentence is None.
+    """
     if sentence is not None:
         raise UnsupportedInputError(f"{op}: {sentence}")
 
 
 def require_classes(op: str, index: Tensor, classes: int) -> None:
-    """Raise an error for class indices outside 0 .. classes - 1; on CUDA, a device assertion fails
-    instead."""
+    """Raise an error for class indices outside 0 .. classes - 1.
+
+    On CUDA, a device assertion fails instead.
+    """
     is_valid = (index >= 0) & (index < classes)
     if index.device.type == "cuda":
         sentence = f"{op}: a class number is outside 0 .. {classes - 1}"

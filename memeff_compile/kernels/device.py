@@ -39,8 +39,8 @@ _planned: ContextVar[_Planned | None] = ContextVar("planned device", default=Non
 
 @contextmanager
 def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
-    """Choose implementations for `device` instead of the tensors' device, as if the code ran there;
-    this planned device need not be present.
+    """Choose implementations for `device` instead of the tensors' device, as if the code ran there.
+    This planned device need not be present.
 
     If `device` is a GPU, implementations are chosen for GPUs of the kind `gpu`.
     """
@@ -119,8 +119,10 @@ def starts_early(device: torch.device) -> bool:
 
 
 def was_measured(device: torch.device, op: str) -> bool:
-    """Return whether an op's speed was measured on GPUs of the device's kind; without a GPU, return
-    True."""
+    """Return whether an op's speed was measured on GPUs of the device's kind.
+
+    Without a GPU, return True.
+    """
     planned = _planned.get()
     if planned is not None:
         return op in planned.gpu.measured
@@ -135,8 +137,10 @@ def _processors(index: int) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`; if the device is not a GPU, return the
-    number of an H200."""
+    """Return the number of multiprocessors of `device`.
+
+    If the device is not a GPU, return the number of an H200.
+    """
     return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
 
 

@@ -10,7 +10,7 @@ Announce = Callable[[Sequence[Tensor]], None]
 
 
 class Mark:
-    """A mark for a parameter that is updated during the backward pass; copies of the parameter are
+    """A mark for a parameter that is updated during the backward pass. Copies of the parameter are
     not marked.
 
     A copy is not marked because it does not have the hook that updates the parameter. A copy that

@@ -1,34 +1,38 @@
 """Compute gradients under a gradient filter, without storing logits of classes that the filter
 drops.
 
-With the filters `mass` and `block`, rows (tokens) are sorted by an estimate of their probability
-mass in unlikely classes, computed from the logits of a sample of classes; 128 consecutive rows form
-a group. One pass over all classes computes the statistics of the rows. The same pass gives each
-class a score in each group of rows: the sum (`mass`) or the maximum (`block`) of the class's
-probabilities over the group's rows. The filter drops the classes whose score is below a threshold,
-called a level. For each row and each of 31 levels, the pass sums the probabilities that the row
-would lose at this level. For each group of rows, `mass` uses the highest level at which no row
-loses more probability mass than the setting tau; `block` has only one level, the setting eps. The
-filter always keeps the target classes of the group's rows.
+The filters `mass` and `block` first compute the logits of a sample of classes. From these logits,
+the filters estimate each row's (token's) probability mass in unlikely classes. Rows are sorted by
+this estimate, and 128 consecutive rows form a group.
 
-Classes are then sorted by the set of row groups in which the filter keeps them, so that in most
-tiles (128 rows x 128 classes) the filter keeps all classes or none. For the tiles that contain kept
-classes, the kernels compute the logits again, turn them into gradients, and multiply the gradients
-by the weight and by the hidden states. The size of the workspace limits how many tiles are
-processed at a time. In total, statistics and gradients take as long as 1 + 3a matrix products over
-all classes, where a is the fraction of tiles that the filter keeps. The sorted order of the V
-classes is stored as a list of V numbers; the weight and its gradient are not reordered in memory.
+One pass over all classes computes the statistics of the rows. The same pass gives each class a
+score in each group of rows. For `mass`, the score is the sum of the class's probabilities over the
+group's rows. For `block`, the score is the maximum. The filter drops the classes whose score is
+below a threshold, called a level. For each row and each of 31 levels, the pass sums the
+probabilities that the row would lose at this level. For each group, `mass` uses the highest level
+at which no row loses more mass than the setting tau. `block` has only one level, the setting eps.
+The filter always keeps the target classes of the group's rows.
+
+Classes are then sorted by the set of row groups in which the filter keeps them. In most tiles (128
+rows x 128 classes), the filter therefore keeps all classes or none. For the tiles with kept
+classes, the kernels compute the logits again and turn them into gradients. The kernels then
+multiply these gradients by the weight and by the hidden states. The size of the workspace limits
+how many tiles are processed at a time. Let a be the fraction of tiles that the filter keeps.
+Statistics and gradients together take as long as 1 + 3a matrix products over all classes. The
+sorted order of the V classes is a list of V numbers. The weight and its gradient are not reordered
+in memory.
 
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
-their probabilities, so the sum of the gradients of the row's logits (without the target's logit)
+their probabilities. So the sum of the gradients of the row's logits (without the target's logit)
 does not change. Without this redistribution, the logits of dropped classes would rise a little in
-each optimizer step, because no gradient lowers them; after a hundred steps the loss would be
+each optimizer step, because no gradient lowers them. After a hundred steps the loss would be
 higher.
 
-`published` is the filter of the Cut Cross-Entropy paper: rows keep their order, classes are sorted
+`published` is the filter of the Cut Cross-Entropy paper. Rows keep their order, classes are sorted
 by their mean logits, and no mass is redistributed. A tile is dropped if |p - 1(target)| is below
-eps for all its elements; p is a class's probability, and 1(target) is 1 for a row's target and 0
-for other classes. The filter `published` needs each row's log-sum-exp before it can choose tiles.
+eps for all its elements. Here, p is a class's probability, and 1(target) is 1 for a row's target
+and 0 for other classes. The filter `published` needs each row's log-sum-exp before it can choose
+tiles.
 
 The kernels use only features that all supported GPUs have.
 """
@@ -421,8 +425,10 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Two loops that run one after the other: one with a filter, for the hidden states' or the
-    weight's gradient, and one without a filter, for the other gradients.
+    """Two loops that run one after the other, with and without a filter.
+
+    The loop with a filter computes the hidden states' or the weight's gradient. The loop without a
+    filter computes the other gradients.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -443,16 +449,19 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops under a gradient filter; the class has the functions `forward`, `total` and
-    `backward`, as each module that implements the loss op without a filter does.
+    """The loops under a gradient filter.
+
+    Like each module that implements the loss op without a filter, the class has the functions
+    `forward`, `total` and `backward`.
     """
 
     exact: Any  # the engine's module
 
     @property
     def forward(self) -> Any:
-        """Return the forward pass of the loss op's implementation; a gradient filter does not
-        change the forward pass.
+        """Return the forward pass of the loss op's implementation.
+
+        A gradient filter does not change the forward pass.
         """
         return self.exact.forward
 
@@ -469,8 +478,10 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop that computes the gradients; the filter drops classes for the hidden
-        states' gradient, for the weight's gradient, or for both gradients.
+        """Return the loop that computes the gradients.
+
+        The filter drops classes for the hidden states' gradient, for the weight's gradient, or for
+        both gradients.
         """
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":

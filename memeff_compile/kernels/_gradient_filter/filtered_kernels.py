@@ -5,13 +5,12 @@ and compute gradients only for these classes.
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
 consists of TILE consecutive rows, and a block consists of at most 16 groups. One pass over all
 classes computes the rows' statistics and a score for each class and group. For each of LEVELS
-thresholds, the pass also computes the probability mass that each row would lose if the classes with
-lower scores were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one
-bit for each group of rows in which the filter keeps the class. Classes are sorted by these words,
-so that in nearly every tile the filter keeps either all classes or none. For the tiles that the
-filter keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are
-stored. The stored gradients still lack one factor per row, by which the last kernel multiplies its
-results.
+thresholds, the pass also computes the probability mass that each row would lose if classes of lower
+score were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
+each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
+in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
+keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. The
+stored gradients still lack one factor per row, by which the last kernel multiplies its results.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -147,11 +146,10 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the thresholds of the levels with the given indices; a level drops a class whose score
-    is below its threshold.
+    """Return the thresholds of the levels with the given indices.
 
-    The last level's threshold is higher than the score of every class, so this level drops all
-    classes.
+    A level drops a class whose score is below its threshold. The last level's threshold is higher
+    than the score of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -184,12 +182,13 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Compute each class's score in a group of rows and, for each row and level (a score
-    threshold), the sum of the probabilities of the classes below the threshold.
+    """Compute each class's score in a group of rows, and the probability mass below each level.
 
-    A program processes one group and some tiles of classes. A tile contains all rows of the group,
-    so the scores of its classes are known while its logits are in registers. The filter always
-    keeps the classes that are targets of the group's rows.
+    A level is a score threshold. For each row and level, the kernel sums the probabilities of the
+    classes below the threshold. A program processes one group and some tiles of classes. A tile
+    contains all rows of the group, so the scores of its classes are known while its logits are in
+    registers. The filters `mass` and `block` always keep the classes that are targets of the
+    group's rows.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -289,8 +288,9 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Record whether a row's largest logit is far from the row's base (an earlier estimate of that
-    logit), and make the largest logit the new base."""
+    """Replace a row's base by the row's largest logit if they are far apart, and record this.
+
+    The base is an earlier estimate of the largest logit."""
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -334,12 +334,13 @@ def _gradient_filter_level_kernel(
     # HAS_LSE: the base is the log-sum-exp; RESTORE: distribute lost mass over the kept classes
     C: tl.constexpr,
 ):
-    """Choose the level of a group (the score below which the filter drops classes in this group),
-    and compute the losses of the group's rows and the factors of their gradients.
+    """Choose the level of a group, and compute the losses of its rows and the factors of their
+    gradients.
 
-    The kernel chooses the highest level at which no row loses more probability mass than the limit.
-    The mass that a row loses is distributed over the row's kept classes (without the target), in
-    proportion to their probabilities; the module `filtered` says why.
+    The level is the score below which the filter drops classes in this group. The kernel chooses
+    the highest level at which no row loses more probability mass than the limit. The lost mass is
+    distributed over the row's kept classes (without the target), in proportion to their
+    probabilities. The module `filtered` says why.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -481,10 +482,9 @@ def _gradient_filter_tile_kernel(
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write one word per tile of classes.
+    """Write one word per tile of classes, with one bit for each group of rows.
 
-    The word of a tile has a bit for each group of rows in which the filter keeps at least one class
-    of the tile.
+    The bit is set if the filter keeps at least one class of the tile for this group.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
@@ -515,11 +515,12 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the order that one of the two matrix products (with
-    the weight, or with the hidden states) needs.
+    """List the tiles that the filter keeps, in the two orders that the two matrix products need.
 
-    The kernels process the tiles of classes in several passes. A program lists, for one pass, the
-    tiles of one group of rows.
+    The product with the weight needs a group's tiles next to each other. The product with the
+    hidden states needs, for each tile of classes, the groups that keep the tile. The kernels
+    process the tiles of classes in several passes. A program lists, for one pass, the tiles of one
+    group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -681,14 +682,14 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply packed tiles (the logits' gradients in the tiles that the filter keeps) by the
-    weight, for the hidden states' gradient (dE), and by the hidden states, for the weight's
-    gradient (dC).
+    """Multiply packed tiles by the weight and by the hidden states, for the gradients dE and dC.
 
-    The tiles of the hidden states' gradient (dE) are computed first, because they take longest.
-    Programs that run at the same time compute tiles of neighbouring groups; these tiles need the
-    same rows of the weight, which therefore stay in the L2 cache. One program computes all of a
-    tile, so the order in which programs take tiles does not change the results.
+    Packed tiles contain the logits' gradients in the tiles that the filter keeps. The product with
+    the weight is the hidden states' gradient (dE), the product with the hidden states the weight's
+    gradient (dC). The tiles of dE are computed first, because they take longest. Programs that run
+    at the same time compute tiles of neighbouring groups. These tiles need the same rows of the
+    weight, which therefore stay in the L2 cache. One program computes all of a tile, so the order
+    in which programs take tiles does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -778,8 +779,9 @@ def _gradient_filter_rows_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Add the partial sums of the hidden states' gradient (dE) in a fixed order, multiply each row
-    by its scale, and write the row to its original position.
+    """Add the partial sums of the hidden states' gradient (dE) in a fixed order.
+
+    The kernel multiplies each row by its scale, and writes the row to its original position.
     """
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):

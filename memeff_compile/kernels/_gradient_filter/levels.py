@@ -75,8 +75,10 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return an upper bound of the bytes that a filter needs: for scores, the logits' gradients of
-    kept tiles, sums of the hidden states' gradient (dE), and the orders of rows and classes.
+    """Return an upper bound of the bytes that a filter needs.
+
+    The bytes are for scores, kept tiles of the logits' gradients, sums of the hidden states'
+    gradient (dE), and orders of rows and classes.
     """
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)

@@ -35,7 +35,7 @@ class FilterShapes(NamedTuple):
 
     A group of rows, for which the filter chooses classes, contains `rows` rows. Logits are computed
     in tiles of `columns` classes, and products in tiles of `rows` x `product_columns`. A
-    multiprocessor runs `per_processor` programs that compute products at the same time; if there
+    multiprocessor runs `per_processor` programs that compute products at the same time. If there
     are two, one multiplies while the other reads and writes the weight's gradient (dC).
     """
 
@@ -97,8 +97,9 @@ def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
 
 
 def filter_rows(rows: int, tile: int) -> int:
-    """Return how many rows a block has under a filter: a multiple of the group size `tile`, such
-    that all blocks of a call have about the same number of rows.
+    """Return how many rows a block has under a filter, a multiple of the group size `tile`.
+
+    All blocks of a call have about the same number of rows.
     """
     tiles = max(-(-rows // tile), 1)
     blocks = -(-tiles // FILTER_GROUPS)
@@ -109,9 +110,11 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
     """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
     the tiles that the filter keeps).
 
-    The function counts the classes' scores, one word per class, the sorted order of these words,
-    two copies of hidden-state rows, sums of the hidden states' gradient (dE), and sums for each
-    level (a score below which classes are dropped).
+    The function counts:
+
+    - the classes' scores, one word per class, and the sorted order of these words;
+    - two copies of hidden-state rows, and sums of the hidden states' gradient (dE);
+    - sums for each level (a score below which classes are dropped).
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 

@@ -1,6 +1,6 @@
 """The arguments that every implementation takes, and the results that every implementation returns.
 
-For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`; `backward`
+For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`. `backward`
 also takes `RowGradients` and `Saved`, and returns `Gradients`. For a scalar loss, the arguments are
 a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes` explains the letters that
 stand for axes, such as N for rows (tokens).
@@ -23,8 +23,8 @@ from .ranks import Ranks
 class Settings(NamedTuple):
     """The settings of a call of a loss op, with the names of the op's arguments.
 
-    As in eager PyTorch, statistics that do not depend on the target, such as the log-sum-exp, are
-    computed for rows with an ignored target, too, if the caller requests them.
+    As in eager PyTorch, rows with an ignored target also get requested statistics that do not
+    depend on the target, such as the log-sum-exp.
     """
 
     ignore_index: int | None
@@ -46,10 +46,10 @@ class Settings(NamedTuple):
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
-        """Return the settings of a call; remove the gradient filter if a requested result does not
+        """Return the settings of a call, without a gradient filter if a requested result does not
         allow a filter.
 
-        For label smoothing, for example, the caller requests the sum of each row's logits; every
+        For label smoothing, for example, the caller requests the sum of each row's logits. Every
         class then has a gradient, so the filter may drop no class.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top
@@ -57,8 +57,9 @@ class Settings(NamedTuple):
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the log-sum-exp of ignored rows; this log-sum-exp can then
-        have a gradient."""
+        """Return whether the caller gets the log-sum-exp of ignored rows.
+
+        This log-sum-exp can then have a gradient."""
         return self.with_lse or self.with_entropy
 
     @property

@@ -133,6 +133,9 @@ def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
 
 
 def check_sizes(given: Operands) -> None:
-    """Raise an error if two sizes that must be equal are not; the sizes may be symbols."""
+    """Raise an error if two sizes that must be equal are not.
+
+    The sizes may be symbols.
+    """
     for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")

@@ -3,8 +3,8 @@
 parts, and turn the products into logits.
 
 The kernels multiply logits by log2(e), so that they can use exp2: z2 = z * log2(e). The kernels
-process compact rows: ignored rows are left out, and kernels read the number of remaining rows from
-GPU memory (`kept_ptr`); the host never reads this number.
+process compact rows: ignored rows are left out. Kernels read the number of remaining rows from GPU
+memory (`kept_ptr`). The host never reads this number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many rows of a tile are not ignored; these rows come before the ignored rows."""
+    """Return how many rows of a tile are not ignored.
+
+    These rows come before the ignored rows.
+    """
     if C.HAS_KEPT:
         return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     return rows

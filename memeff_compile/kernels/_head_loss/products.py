@@ -10,7 +10,7 @@ def product_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool =
     """Write left @ right into fp32 `out`, or add it to `out`, without rounding to 16 bits.
 
     On devices without CUDA, PyTorch's product of 16-bit inputs cannot return fp32, so this function
-    first converts the inputs to fp32; only tests under Triton's interpreter need this.
+    first converts the inputs to fp32. Only tests under Triton's interpreter need this.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()

@@ -61,10 +61,10 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks: the rows whose target this
-        rank has, and the rows whose target another rank has.
+        """Return targets as column indices of this rank, and two masks.
 
-        If another rank has a row's target, the row gets an arbitrary column: the row is not
+        The masks mark the rows whose target this rank has, and the rows whose target another rank
+        has. If another rank has a row's target, the row gets an arbitrary column. The row is not
         ignored, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
@@ -79,8 +79,11 @@ class Shard(NamedTuple):
 class Split(NamedTuple):
     """The description of how an output projection is split over ranks.
 
-    A `Split` contains this rank's shard, the dimension of the device mesh over which the classes
-    are split, and the name of the process group.
+    A `Split` contains:
+
+    - this rank's shard;
+    - the dimension of the device mesh over which the classes are split;
+    - the name of the process group.
     """
 
     shard: Shard
@@ -112,8 +115,10 @@ def layout(tensor: Any) -> str:
 
 
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
-    """Return a DTensor's local tensor; if `summed` is given, the gradient of the local tensor is a
-    partial sum over the mesh dimension `summed`."""
+    """Return a DTensor's local tensor.
+
+    If `summed` is given, the gradient of the local tensor is a partial sum over the mesh dimension
+    `summed`."""
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial
@@ -125,10 +130,10 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 class Ranks(NamedTuple):
     """The ranks that split the classes, and exchange statistics once per block of rows.
 
-    For each row, a rank sends the log-sum-exp over its classes, and the row's loss over its classes
-    if it has the target's class, otherwise 0. Ranks exchange no other data. All implementations
-    exchange log-sum-exps and losses in the same format. Blocks contain rows in the order that
-    `counted_first` returns, which is the same on all ranks.
+    For each row, a rank sends the log-sum-exp over its classes, and a loss. The loss is the row's
+    loss over the rank's classes if the rank has the target's class, otherwise 0. Ranks exchange no
+    other data. All implementations exchange log-sum-exps and losses in the same format. Blocks
+    contain rows in the order that `counted_first` returns, which is the same on all ranks.
     """
 
     rank: int
@@ -138,8 +143,8 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange the statistics of a block of rows with the other ranks; return the log-sum-exps
-        and losses over all classes."""
+        """Exchange the statistics of a block of rows with the other ranks, and return the
+        log-sum-exps and losses over all classes."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
@@ -168,8 +173,9 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target column of each row that is not ignored, and two masks: the rows whose
-    target this rank has, and the rows whose target another rank has.
+    """Return the target column of each row that is not ignored, and two masks.
+
+    The masks mark the rows whose target this rank has, and the rows whose target another rank has.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

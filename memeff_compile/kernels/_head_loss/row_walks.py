@@ -47,8 +47,10 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor for one number per row, filled with zeros if ignored rows are left
-        out, because no kernel writes the numbers of ignored rows.
+        """Return a new tensor for one number per row.
+
+        If ignored rows are left out, the tensor is filled with zeros, because no kernel writes the
+        numbers of these rows.
         """
         new = torch.zeros_like if self.is_compact else torch.empty_like
         return new(like, dtype=dtype)
@@ -64,7 +66,9 @@ class RowWalk(Differentiating):
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:
         """Return a tensor descriptor, with which the GPU loads tiles of a given shape from a
-        matrix; all blocks share the descriptor."""
+        matrix.
+
+        All blocks share the descriptor."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = describe(matrix, rows, columns)  # holds the matrix

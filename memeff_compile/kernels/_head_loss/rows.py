@@ -1,8 +1,8 @@
-"""Functions that list the rows (tokens) that a loss does not ignore, copy these rows, and gather
-the numbers from which their gradients are computed.
+"""Functions that list the rows (tokens) that a loss does not ignore, and copy these rows.
 
-Ignored rows are left out before any matrix product. No function here waits for the GPU or copies a
-value from the GPU to the host.
+Other functions gather the numbers from which the rows' gradients are computed. Ignored rows are
+left out before any matrix product. No function here waits for the GPU or copies a value from the
+GPU to the host.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Selection(NamedTuple):
 
 
 def select_rows(target: Tensor, settings: Settings, launch: Any = run_kernel) -> Selection:
-    """Return the rows that a call computes: those that are not ignored, or all rows if a result
-    other than the loss needs ignored rows.
+    """Return the rows that a call computes: those that are not ignored.
+
+    If a result other than the loss needs ignored rows, return all rows.
     """
     target = target.contiguous()
     rows, ignore_index = target.numel(), settings.ignore_index
@@ -87,7 +88,8 @@ def row_values(
     """Return the five numbers from which kernels compute a row of G (the logits' gradient), for
     each row that is not ignored.
 
-    The result is (5, N) fp32; its columns are in the order of the rows that are not ignored.
+    The result is (5, N) fp32. The columns of the result are in the order of the rows that are not
+    ignored.
     """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the module `rows`: they list the rows that are not ignored, copy these rows, and
-gather the numbers from which their gradients are computed.
+"""The kernels of the module `rows`.
+
+The kernels list the rows that are not ignored, copy these rows, and gather the numbers from which
+the rows' gradients are computed.
 """
 
 from __future__ import annotations
@@ -54,8 +56,10 @@ def _head_loss_rows_copy_kernel(
 ):
     """Copy hidden-state rows, optionally in another order and multiplied by a factor.
 
-    The kernel writes zeros to the rows of the result after the last row that is not ignored, up to
-    a multiple of PAD rows, and to each row for which the order contains -1.
+    The kernel writes zeros to these rows of the result:
+
+    - the rows after the last row that is not ignored, up to a multiple of PAD rows;
+    - each row for which the order contains -1.
     """
     row = tl.program_id(0)
     here = count_rows(kept_ptr, first_row, rows, C)
@@ -97,8 +101,9 @@ def _head_loss_rows_cotangents_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the numbers from which a row of G (the logits' gradient) is computed; rows after the
-    last row that is not ignored get zeros."""
+    """Gather the numbers from which a row of G (the logits' gradient) is computed.
+
+    Rows after the last row that is not ignored get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range

@@ -1,8 +1,8 @@
 """The backward pass of losses whose forward pass already computes the operands' gradients.
 
 An op with such a forward pass returns the total loss and the total's gradients with respect to the
-operands. The op's backward pass only multiplies these gradients by the gradient of the total loss:
-in place if no other code can read them, otherwise into new tensors.
+operands. The op's backward pass only multiplies these gradients by the gradient of the total loss.
+The product is written in place if no other code can read the gradients, otherwise into new tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ def total_joins(trained: Sequence[int], refusal: str) -> tuple[library.Function,
     """Return the autograd functions `setup_context` and `backward` of an op that returns a total
     loss and its gradients.
 
-    Args:
-        trained: the positions, among the op's arguments, of the operands that these gradients
-            belong to.
-        refusal: the message of the error if a second derivative is requested.
+    - `trained`: the positions, among the op's arguments, of the operands that these gradients
+      belong to.
+    - `refusal`: the message of the error if a second derivative is requested.
     """
     count = len(trained)
 
@@ -102,11 +101,10 @@ def scaled_gradients(
 ) -> list[Tensor]:
     """Multiply the gradients of a total loss by `by`, for the operands that `mask` selects.
 
-    Args:
-        gradients: the gradients that the forward pass computed.
-        by: the gradient of the total.
-        mask: which of the gradients are needed.
-        in_place: whether the gradients' memory may be overwritten.
+    - `gradients`: the gradients that the forward pass computed.
+    - `by`: the gradient of the total.
+    - `mask`: which of the gradients are needed.
+    - `in_place`: whether the gradients' memory may be overwritten.
     """
     found = list(gradients) if in_place else [torch.empty_like(part) for part in gradients]
     for part, out, wanted in zip(gradients, found, mask, strict=True):
@@ -116,8 +114,9 @@ def scaled_gradients(
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
-    """Return a gradient multiplied by a number, as a new tensor; the product is computed in the
-    wider one of the gradient's dtype and the number's dtype.
+    """Return a gradient multiplied by a number, as a new tensor.
+
+    The product is computed in the wider one of the gradient's dtype and the number's dtype.
     """
     return (gradient.to(by.dtype) * by).to(gradient.dtype)
 

@@ -16,8 +16,9 @@ def _head_loss_scaling_scale_kernel(
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply a gradient by one number in fp32, and round once; if the gradient is overwritten
-    (IN_PLACE) and the number is 1, return immediately.
+    """Multiply a gradient by one number in fp32, and round once.
+
+    If the gradient is overwritten (IN_PLACE) and the number is 1, return immediately.
     """
     by = tl.load(by_ptr)
     step = tl.num_programs(0).to(tl.int64) * BLOCK

@@ -42,8 +42,9 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients, either from the logits that the loop has computed for the
-    statistics, or from logits that the loop computes again.
+    """A loop that computes gradients.
+
+    The loop uses the logits that it has computed for the statistics, or computes the logits again.
     """
 
     @abstractmethod

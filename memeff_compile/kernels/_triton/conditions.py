@@ -38,8 +38,10 @@ class Conditions:
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
         """Return whether at least one key is visible for every query under the bounds `ahead` and
-        `behind`, which say how far after and before a query its keys may be. With `ahead=0` as the
-        only bound, the result is true."""
+        `behind`.
+
+        The bounds say how far after and before a query its keys may be. With `ahead=0` as the only
+        bound, the result is true."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead
@@ -47,8 +49,10 @@ class Conditions:
         return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
 
     def has_empty_means(self, queries: int, keys: int) -> bool:
-        """Return whether the kernel must read every key, because a query without a visible key gets
-        the mean of all values, and the call may have such a query.
+        """Return whether the kernel must read every key.
+
+        If `mean` is set, a query without a visible key gets the mean of all values. The kernel must
+        read every key if the call may have such a query.
         """
         return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
 

@@ -1,8 +1,8 @@
 """The table of GPUs: the features of each kind of GPU, and the ops whose speed was measured on it.
 
-A kind of GPU is identified by its vendor together with its compute capability, because PyTorch
-gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a kind of
-GPU, add a row; a GPU without a row is treated as the least capable GPU of its vendor.
+A kind of GPU is identified by its vendor together with its compute capability. The reason is that
+PyTorch gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a
+kind of GPU, add a row. A GPU without a row is treated as the least capable GPU of its vendor.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ H200 = GPUS[9, 0]
 
 
 def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
-    """Return the features of a kind of GPU; for a GPU without a row in the table, the features that
-    all GPUs of its vendor have.
+    """Return the features of a kind of GPU.
+
+    A GPU without a row in the table gets the features that all GPUs of its vendor have.
     """
     found = GPUS.get(capability) if vendor == NVIDIA else None
     # so a GPU of AMD with the numbers 9.0 is not taken for a Hopper GPU

@@ -29,7 +29,7 @@ class Tables(NamedTuple):
     """Kernel arguments: the mask of keys and the sequence ids, each with its stride between
     sequences.
 
-    The mask of keys is (B or 1, N) bytes; the ids are (B or 1, M) for queries and (B or 1, N) for
+    The mask of keys is (B or 1, N) bytes. The ids are (B or 1, M) for queries and (B or 1, N) for
     keys.
     """
 
@@ -105,8 +105,9 @@ def flags_of(given: Conditions) -> dict[str, bool]:
 
 
 def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes, and its stride between sequences; without a mask, return
-    `like` as a placeholder."""
+    """Return the mask of keys as bytes, and its stride between sequences.
+
+    Without a mask, return `like` as a placeholder."""
     mask = _unit_stride(given.key_mask)
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
@@ -131,7 +132,9 @@ def _over_batch(table: Tensor) -> int:
 
 def positions_of(given: Conditions) -> tuple[int, int]:
     """Return the bounds `ahead` and `behind` (how far after and before a query its keys may be) as
-    numbers; 0 stands for no bound."""
+    numbers.
+
+    The number 0 stands for no bound."""
     return given.ahead or 0, given.behind or 0
 
 

@@ -2,11 +2,14 @@
 """Device functions that decide which pairs of a query tile and a key tile are computed, and which
 keys are visible in each pair.
 
-For each program, four numbers describe the tiles that the program visits: the first tile, the first
-complete tile, the end of the complete tiles, and the end of all tiles. A visited tile is complete
-if every key of the tile is visible to every query. If the mask depends only on positions, a kernel
-computes these four numbers itself; if there are masks or ids, a small kernel computes them first
-and writes them to a table.
+For each program, four numbers describe the tiles that the program visits:
+
+- the first tile, and the first complete tile;
+- the end of the complete tiles, and the end of all tiles.
+
+A visited tile is complete if every key of the tile is visible to every query. If the mask depends
+only on positions, a kernel computes these four numbers itself. If there are masks or ids, a small
+kernel computes the numbers first and writes them to a table.
 
 In variable names, `rows` and `ours` belong to the program's own tile, and `keys` and `others` to
 the tiles that the program visits.
@@ -22,10 +25,10 @@ FAR = tl.constexpr(2**62)
 
 @triton.jit
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
-    """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries.
+    """Return which keys of a tile each query attends to.
 
-    `queries` and `keys` are pairs of positions and ids; `span` contains the bounds ``(ahead,
-    behind)``.
+    `AXIS` is the axis of the queries. `queries` and `keys` are pairs of positions and ids; `span`
+    contains the bounds ``(ahead, behind)``.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
@@ -63,10 +66,12 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
 
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
     tiles of queries. A position `p` of the program's tile is combined with the visited positions
-    from `p - down` up to `p + up`. The lengths and the tile sizes are passed as pairs, in which the
-    first element belongs to the program's tile and the second to the visited tiles; `span` and
-    `IS_BOUND` are pairs (up, down). The four results are the first tile, the first complete tile
-    (without hidden keys), the end of the complete tiles, and the end of all tiles.
+    from `p - down` up to `p + up`. The lengths and the tile sizes are passed as pairs. The first
+    element of a pair belongs to the program's tile, the second to the visited tiles. `span` and
+    `IS_BOUND` are pairs (up, down). The four results are:
+
+    - the first tile, and the first complete tile (without hidden keys);
+    - the end of the complete tiles, and the end of all tiles.
     """
     ours, others = lengths
     up, down = span
@@ -90,7 +95,9 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
 @triton.jit
 def edge_tile(index, first, full_first, full_stop):
     """Return the number of an incomplete tile (a visited tile with hidden keys), given the tile's
-    index among all incomplete tiles, which lie before and after the complete tiles.
+    index among all incomplete tiles.
+
+    Incomplete tiles lie before and after the complete tiles.
     """
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
@@ -98,8 +105,10 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile, whether any position is visible, whether all positions are visible,
-    and the smallest and the largest id of the visible positions."""
+    """Return, for each tile, whether any position is visible, and whether all positions are
+    visible.
+
+    Also return the smallest and the largest id of the visible positions."""
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -118,7 +127,7 @@ def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: 
 def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
     """Return which of the tiles `other` the program visits, and which of them are complete.
 
-    `reach` is `visited_by`'s result for the program's tile; `ours` and `theirs` are `table_of`'s
+    `reach` is `visited_by`'s result for the program's tile. `ours` and `theirs` are `table_of`'s
     results for the program's tile and for the tiles `other`.
     """
     visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)
@@ -132,8 +141,10 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
 
 @triton.jit
 def run_of(found, other, is_in):
-    """Extend a run of tiles, the first tile of a kind and the first later tile of another kind, by
-    the tiles `other`, of which those with `is_in` are of the kind."""
+    """Extend a run of tiles by the tiles `other`, of which those with `is_in` are of the run's
+    kind.
+
+    The run is the first tile of a kind and the first later tile of another kind."""
     first, stop = found
     first = tl.minimum(first, tl.min(tl.where(is_in, other, FAR), axis=0))
     stop = tl.minimum(stop, tl.min(tl.where((is_in == 0) & (other > first), other, FAR), axis=0))

@@ -7,7 +7,7 @@ as 64.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all arguments. For a kernel with thirty arguments, this work takes longer than many
-kernels run, so a training step with small kernels waits for the CPU. The key in this module
+kernels run. So a training step with small kernels waits for the CPU. The key in this module
 contains only the few properties on which a specialisation depends, and the module calls the
 compiled kernel directly.
 """
@@ -159,13 +159,13 @@ def launch(
 
 
 class Launches:
-    """A runner of the kernel launches of one call, in order; it reuses the compiled kernels of an
-    earlier call that had equal `sizes`. A launch reuses a compiled kernel if kernel, constants,
-    numbers and dtypes are the same, and if all memory is aligned to 16 bytes. All tensors of a
-    launch must be on the current GPU.
+    """A runner of the kernel launches of one call, in order.
 
-    A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
-    small calls.
+    The runner reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
+    reuses a compiled kernel if kernel, constants, numbers and dtypes are the same, and if all
+    memory is aligned to 16 bytes. All tensors of a launch must be on the current GPU. A launch
+    through this class takes a quarter of the host time of `run_kernel`, which matters for small
+    calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -211,8 +211,10 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties on which the compiled kernel depends, the arguments with each tensor
-    replaced by its address, and the bitwise "or" of all addresses.
+    """Return the properties on which the compiled kernel depends.
+
+    Also return the arguments with each tensor replaced by its address, and the bitwise "or" of all
+    addresses.
     """
     seen: list[Any] = []
     given: list[Any] = []

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""A Gluon kernel that multiplies a matrix X (the logits' gradient up to a factor per row) by the
-weight and by the hidden states: one warp loads operands, and eight warps multiply.
+"""A Gluon kernel that multiplies a matrix X by the weight and by the hidden states: one warp loads
+operands, and eight warps multiply.
 
-A tile of the weight's gradient (dC) is a sum over few rows, so loading and writing the tile takes
-as long as computing it. The loading warp is several pipeline stages ahead of the other warps, and
-already loads operands of the next tile. While a tile of dC is summed, the loading warp also loads
-the old values of this tile; the new values are written from the same shared memory.
+X is the logits' gradient up to a factor per row. A tile of the weight's gradient (dC) is a sum over
+few rows. So loading and writing the tile takes as long as computing it. The loading warp is several
+pipeline stages ahead of the other warps, and already loads operands of the next tile. While a tile
+of dC is summed, the loading warp also loads the old values of this tile. The new values are written
+from the same shared memory.
 """
 
 from __future__ import annotations
@@ -212,10 +213,11 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return one pointer per class to the scale of the class's numbers in one slice (range of
-    columns) of a tile, and a mask of the classes that exist.
+    """Return pointers to scales of one slice (range of columns) of a tile, one per class, and a
+    mask of the classes that exist.
 
-    `column` is the index of the slice's first column.
+    Each pointer is for the scale of the class's numbers in the slice. `column` is the index of the
+    slice's first column.
     """
     scales_ptr, width = scales
     rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
@@ -224,8 +226,9 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of a tile's four slices (ranges of columns) before they are needed; if the
-    tile has only two slices, return their scales twice.
+    """Load the scales of a tile's four slices (ranges of columns) before they are needed.
+
+    If the tile has only two slices, return each of their scales twice.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE
@@ -251,10 +254,10 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
     values that are there.
 
     While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
-    Each slice (range of columns) of each class has its own scale, a power of two: divided by this
+    Each slice (range of columns) of each class has its own scale, a power of two. Divided by this
     scale, the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28
-    times the slice's largest number have fewer than the eleven significant bits of fp16; their
-    error is smaller than the rounding error of the largest number.
+    times the slice's largest number have fewer than the eleven significant bits of fp16. The error
+    of such numbers is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:
@@ -373,7 +376,7 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     to the weight's gradient (dC), in one launch.
 
     The tiles of dE, which are few and long sums over the vocabulary, come first. A program that has
-    finished a tile takes the next tile that no program has taken; the order does not change the
+    finished a tile takes the next tile that no program has taken. The order does not change the
     results, as `_linear_cross_entropy_hopper_products_kernel` explains.
     """
     rows_here = piece_rows

@@ -3,8 +3,8 @@
 `torch.compiler.save_cache_artifacts` saves the kernels that Inductor generates, but not the kernels
 that this package launches. So this module adds each kernel that the package launches to PyTorch's
 artifacts, at the kernel's first launch. PyTorch writes loaded artifacts to files in Inductor's
-cache folder even if this package is not imported; `unpack` moves the kernels from there to Triton's
-cache.
+cache folder even if this package is not imported. Then `unpack` moves the kernels from there to
+Triton's cache.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Call:
         """Return two scales: the first turns raw scores into exponents of 2, and the second is
         applied inside the softcap.
 
-        If the mask is a bias, the second scale turns products of queries and keys into scores, and
-        the first scale only converts scores to base 2.
+        If the mask is a bias, the second scale turns products of queries and keys into scores. The
+        first scale then only converts scores to base 2.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:

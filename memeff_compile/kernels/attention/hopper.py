@@ -2,14 +2,14 @@
 tiles, and eight warps multiply.
 
 The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
-supports bounds on positions, sequence ids and masks of keys; for ids and masks of keys, the module
+supports bounds on positions, sequence ids and masks of keys. For ids and masks of keys, the module
 `ranges` first finds which keys each query sees. `is_faster` returns whether a call uses this
-kernel: only calls of the kind for which this kernel was measured to be faster than the kernels of
-`tiles`. As in the implementation `tiles`, no sum depends on the order in which programs run. The
-backward pass is in `hopper_gradients`.
+kernel. The kernel is used only for calls of the kind for which it was measured to be faster than
+the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which
+programs run. The backward pass is in `hopper_gradients`.
 
-The lower bound of the time equals the lower bound of the implementation `tiles`: 4 D operations (D
-is the head dimension) for each visible pair of a query and a key, at 790 TFLOP/s. On an H200,
+The lower bound of the time equals the lower bound of the implementation `tiles`. Each visible pair
+of a query and a key takes 4 D operations (D is the head dimension), at 790 TFLOP/s. On an H200,
 causal attention of 4 sequences, 32 heads, 4096 tokens and a head dimension of 128 reaches 593
 TFLOP/s.
 """
@@ -88,8 +88,8 @@ def shape_for(*, has_tables: bool) -> Shape:
 
 
 def is_faster(call: Call) -> bool:
-    """Return whether a call is of a kind for which the Gluon kernel of this module was faster than
-    the kernel of the implementation `tiles`.
+    """Return whether this module's Gluon kernel was faster than the kernel of the implementation
+    `tiles` for calls of this kind.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     is_measured = has_measured_tables(call) if call.given.has_tables() else depth >= MEASURED
@@ -99,8 +99,10 @@ def is_faster(call: Call) -> bool:
 
 
 def has_measured_tables(call: Call) -> bool:
-    """Return whether a call with sequence ids or a mask of keys is self-attention of a kind that
-    was checked and timed on a GPU in the forward pass.
+    """Return whether a call with sequence ids or a mask of keys is self-attention of a measured
+    kind.
+
+    Calls of a measured kind were checked and timed on a GPU in the forward pass.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     positions = batch * queries

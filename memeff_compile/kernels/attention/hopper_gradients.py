@@ -2,13 +2,13 @@
 loads tiles, and eight warps multiply.
 
 These kernels support the calls that the forward kernel in `hopper` supports. `is_faster` returns
-whether a call uses these kernels: only calls of the kinds for which these kernels were measured to
-be faster than the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order
-in which programs run.
+whether a call uses these kernels. The kernels are used only for calls of the kinds for which they
+were measured to be faster than the kernels of `tiles`. As in the implementation `tiles`, no sum
+depends on the order in which programs run.
 
-The lower bound of the time is 14 D operations (D is the head dimension) for each visible pair of a
-query and a key, at 790 TFLOP/s: this number counts the scores twice, because each of the two
-kernels computes them.
+The lower bound of the time is 14 D operations for each visible pair of a query and a key, at 790
+TFLOP/s. D is the head dimension. The bound counts the scores twice, because each of the two kernels
+computes them.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def plan_for(depth: int, keys: int) -> Plan:
 
 
 def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
-    """Return whether a backward call is of a kind for which the kernels of this module were faster
-    than the kernels of the implementation `tiles`.
+    """Return whether this module's kernels were faster than those of the implementation `tiles` for
+    backward calls of this kind.
 
     `grad` is the gradient of the result `out`.
     """
@@ -180,9 +180,10 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
 
 
 def _section(call: Call, heads: int) -> int:
-    """Return how many rows of tiles are computed at the same time: with tables, kernels count the
-    tiles of all sequences as one row for each head; without tables, each head of each sequence is a
-    row.
+    """Return how many rows of tiles are computed at the same time.
+
+    With tables, kernels count the tiles of all sequences as one row for each head. Without tables,
+    each head of each sequence is a row.
     """
     return heads if call.given.has_tables() else call.sizes[0] * heads
 
@@ -196,8 +197,10 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
-    """Run a kernel with one program per multiprocessor; `tiles` is the number of tiles in one
-    sequence, over all heads."""
+    """Run a kernel with one program per multiprocessor.
+
+    `tiles` is the number of tiles in one sequence, over all heads.
+    """
     constants = constants_of(shape, call.sizes[5], hopper.flags_of(call))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))
     launch(kernel, (programs,), arguments, constants, tuple(constants.items()))

@@ -3,15 +3,15 @@
 groups of four warps multiply.
 
 One kernel computes the gradient of queries: each group of warps owns 64 queries, and both groups
-share the tiles of keys and values. The other kernel computes the gradients of keys and values: each
-group owns 64 keys and keeps the sums for their two gradients in registers, and both groups share
-the tiles of queries and of output gradients. The work is divided into rounds, in each of which
-every program computes one tile; tiles with the most work come first, so that all programs get about
-the same work.
+share the tiles of keys and values. The other kernel computes the gradients of keys and values. Each
+group owns 64 keys and keeps the sums for their two gradients in registers. Both groups share the
+tiles of queries and of output gradients. The work is divided into rounds. In each round, every
+program computes one tile. Tiles with the most work come first, so that all programs get about the
+same work.
 
-As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
-masking conditions only in pairs in which some keys are hidden. With masks of keys or sequence ids,
-each query has a range of keys, and each key a range of queries (`hopper_kernels`).
+As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
+the masking conditions only in pairs in which some keys are hidden. With masks of keys or sequence
+ids, each query has a range of keys, and each key a range of queries (`hopper_kernels`).
 """
 
 from __future__ import annotations
@@ -86,9 +86,11 @@ def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C
 
 @gluon.jit
 def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a given round (in each round, every
-    program computes one tile), the tile's sequence and head, and the tiles of keys that it
-    visits."""
+    """Return the tile of queries that a program computes in a given round.
+
+    In each round, every program computes one tile. Also return the sequence and the head of the
+    tile of queries, and the tiles of keys that it visits.
+    """
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
         tile, batch, head, found = _sorted_tile(
@@ -133,8 +135,8 @@ def _load_query_gradient(descs, memory, bars, ranges_ptr, work, C: gl.constexpr)
     """Load the program's tiles of queries, and the tiles of keys and values that each tile of
     queries visits.
 
-    The first keys and values are loaded before the queries, because shared memory for keys and
-    values becomes free earlier than shared memory for queries.
+    The first keys and values are loaded before the queries, because their shared memory becomes
+    free earlier than the shared memory for queries.
     """
     _, _, _, k_desc, v_desc = descs
     _, _, _, k_memory, v_memory = memory
@@ -179,9 +181,12 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start three products: the scores of a tile of keys; the output gradients times the tile's
-    values; and the previous tile's slopes (gradients of the scores) times the previous tile's keys.
-    During the third product, compute this tile's slopes.
+    """Start three products, and compute this tile's slopes (gradients of the scores) during the
+    third:
+
+    - the scores of a tile of keys;
+    - the output gradients times the tile's values;
+    - the previous tile's slopes times the previous tile's keys.
     """
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory
@@ -241,9 +246,9 @@ def _query_gradient(
 ):
     """Compute the gradient of the queries of one group of warps.
 
-    For each query, the group also writes two numbers that the kernel for keys and values reads: the
-    log-sum-exp in base 2 (infinity for a query without keys), and the sum of the output gradient
-    times the output.
+    For each query, the group also writes two numbers that the kernel for keys and values reads. The
+    numbers are the log-sum-exp in base 2 (infinity for a query without keys), and the sum of the
+    output gradient times the output.
     """
     q_memory, grad_memory, out_memory, k_memory, _ = memory
     own_full, own_empty, _, k_empty, _, _, _ = bars
@@ -415,9 +420,11 @@ def _attention_hopper_gradients_query_kernel(
 
 @gluon.jit
 def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of keys that a program computes in a given round (in each round, every
-    program computes one tile), the tile's sequence and key head (first as one combined index, then
-    as two indices), and the tiles of queries that the program visits.
+    """Return the tile of keys that a program computes in a given round, and the tiles of queries
+    that the program visits. In each round, every program computes one tile.
+
+    The tile's sequence and key head are returned too, first as one combined index, then as two
+    indices.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
@@ -458,8 +465,10 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_key_gradient(descs, memory, bars, stats_ptr, ranges_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of keys and values; for each of these tiles, load the tiles of the
-    queries that see its keys, with the output gradient and two numbers for each query.
+    """Load the program's tiles of keys and values, and the tiles of the queries that see their
+    keys.
+
+    For each query, also load the output gradient and two numbers.
     """
     _, _, q_desc, grad_desc = descs
     _, _, q_memory, grad_memory, sums_memory, delta_memory = memory

@@ -4,17 +4,19 @@ of four warps multiply.
 
 Each group of four warps computes 64 positions of the program's tile, and waits only until the
 loading warp has loaded the next tile. Therefore one group of warps can compute exponentials while
-the other group multiplies. A program computes one tile of queries after another; meanwhile, the
+the other group multiplies. A program computes one tile of queries after another. Meanwhile, the
 loading warp already loads the next tile.
 
-As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible, and checks the
-masking conditions only in pairs in which some keys are hidden; pairs with hidden keys come first.
+As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
+the masking conditions only in pairs in which some keys are hidden. Pairs with hidden keys come
+first.
 
-With masks of keys or sequence ids (HAS_BOUNDS), a table that `ranges.find` made contains the tiles
-that each tile of queries visits, and the first and the last visible key of each query. If all keys
-between them are visible, the kernel compares positions with these two numbers; otherwise it reads
-the mask and the ids. In tiles that a mask of keys touches, it also reads this mask to replace
-hidden keys and values, which may be nan, by zeros.
+With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `ranges.find` made.
+The table contains the tiles that each tile of queries visits, and the first and the last visible
+key of each query. If all keys between them are visible, the kernel compares positions with these
+two numbers. Otherwise the kernel reads the mask and the ids. In tiles that a mask of keys touches,
+the kernel also reads this mask to replace hidden keys and values by zeros. Hidden keys and values
+may be nan.
 """
 
 from __future__ import annotations
@@ -67,12 +69,13 @@ def _rounds(tiles):
 
 @gluon.jit
 def _place_of(turn, rows, tiles, width):
-    """Return which tile a program computes in a given round (in each round, every program computes
-    one tile), and the tile's sequence and head as one index.
+    """Return which tile a program computes in a given round, and its sequence and head as one
+    index.
 
-    The tiles of the first rounds take longest. In every other round, programs take tiles in the
-    reverse order, so all programs finish at about the same time. Sequences and heads are processed
-    in sections, so that the keys and values of a section stay in the L2 cache.
+    In each round, every program computes one tile. The tiles of the first rounds take longest. In
+    every other round, programs take tiles in the reverse order, so all programs finish at about the
+    same time. Sequences and heads are processed in sections, so that the keys and values of a
+    section stay in the L2 cache.
     """
     programs = gl.num_programs(0)
     index = gl.program_id(0)
@@ -87,9 +90,11 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the first visited tile, the first complete tile (without hidden keys), the end of the
-    complete tiles, the number of incomplete tiles, and the number of all visited tiles, for masks
-    that depend only on positions.
+    """Return the visited tiles, for masks that depend only on positions, as five numbers:
+
+    - the first visited tile, the first complete tile (without hidden keys), the end of the complete
+      tiles;
+    - the number of incomplete tiles, and the number of all visited tiles.
     """
     first, full_first, full_stop, stop = visited_by(tile, lengths, span, SIZES, IS_BOUND)
     edges = full_first - first + stop - full_stop
@@ -98,8 +103,8 @@ def _bounds(tile, lengths, span, SIZES, IS_BOUND):
 
 @gluon.jit
 def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
-    """Return the tile that a program computes in a given round, the tile's sequence and head, and
-    the visited tiles like `_bounds`, from a table that `ranges.find` made.
+    """Return the tile that a program computes in a given round, from a table that `ranges.find`
+    made. Also return the tile's sequence and head, and the visited tiles like `_bounds`.
 
     In the table's order, the tiles of all sequences with the most work come first.
     """
@@ -118,8 +123,10 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 
 @gluon.jit
 def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
-    """Return the first and the last visible position for each position of a tile, whether there are
-    gaps between them, and the range of visited tiles of which the mask hides no key.
+    """Return the first and the last visible position for each position of a tile, and whether there
+    are gaps between these two positions.
+
+    Also return the range of visited tiles of which the mask hides no key.
     """
     padded = tiles * OURS
     found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
@@ -141,7 +148,10 @@ def _nth(index, found):
 
 @gluon.jit
 def _which_count(queries, keys, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which keys of a tile each query attends to; `AXIS` is the axis of the queries."""
+    """Return which keys of a tile each query attends to.
+
+    `AXIS` is the axis of the queries.
+    """
     query = gl.expand_dims(queries[0], 1 - AXIS)
     key = gl.expand_dims(keys[0], AXIS)
     found = gl.expand_dims(is_key, AXIS) & (query == query)
@@ -171,7 +181,9 @@ def _is_within(ours, other):
 @gluon.jit
 def _counts(ours, other, told, AXIS: gl.constexpr, C: gl.constexpr):
     """Return which pairs of our positions and a visited tile's positions the mask and the ids
-    leave; `AXIS` is the axis of the queries.
+    leave.
+
+    `AXIS` is the axis of the queries.
     """
     tables, batch, span, queries, keys = told
     query, key = ours, other
@@ -228,8 +240,10 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
 
 @gluon.jit
 def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a given round, the tile's sequence and
-    head, and the tiles of keys that it visits.
+    """Return the tile of queries that a program computes in a given round.
+
+    Also return the sequence and the head of the tile of queries, and the tiles of keys that it
+    visits.
     """
     batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     if C.HAS_BOUNDS:
@@ -341,8 +355,10 @@ def _step_forward(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start two products: the scores of a tile, and the previous tile's weights times values;
-    compute the tile's softmax weights during the second product."""
+    """Start two products: the scores of a tile, and the previous tile's weights times values.
+
+    Compute the tile's softmax weights during the second product.
+    """
     acc, total, largest, p, turns = sums
     q_memory, k_memory, v_memory, _ = memory
     _, _, k_full, k_empty, v_full, v_empty, in_turn = bars

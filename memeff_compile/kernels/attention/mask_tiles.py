@@ -1,9 +1,13 @@
 """Classify the tiles of a mask tensor, and list the tiles that a kernel visits.
 
-A tile of `TILE` x `TILE` elements is `EMPTY` if every key is hidden from every query, `FULL` if
-every key is visible to every query and the mask adds 0, and `PARTIAL` otherwise. The code of each
-tile is computed once per mask; before each kernel launch, the codes are converted to lists of tiles
-of that kernel's size. The CPU never waits for the GPU in this module.
+A tile of `TILE` x `TILE` elements has one of three codes:
+
+- `EMPTY`: every key is hidden from every query.
+- `FULL`: every key is visible to every query and the mask adds 0.
+- `PARTIAL`: all other tiles.
+
+The code of each tile is computed once per mask. Before each kernel launch, the codes are converted
+to lists of tiles of that kernel's size. The CPU never waits for the GPU in this module.
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ class Dense(NamedTuple):
     """Kernel arguments: a mask tensor, its strides, and a list of tiles for each program.
 
     A broadcast axis has a stride of 0. A program's list contains the tiles of the mask that the
-    program visits: the full tiles (every key is visible), and the partial tiles (some keys are
-    hidden). A list begins with its number of full tiles and its number of partial tiles. The full
-    tiles follow at the list's front, and the partial tiles are at its back. The last of the list's
-    int32 numbers is padding, because a kernel reads one tile ahead; so a list has 3 more numbers
-    than there are tiles that could be visited.
+    program visits. In full tiles, every key is visible. All other visited tiles are partial. A list
+    begins with its number of full tiles and its number of partial tiles. The full tiles follow at
+    the list's front, and the partial tiles are at its back. The last of the list's int32 numbers is
+    padding, because a kernel reads one tile ahead. So a list has 3 more numbers than there are
+    tiles that could be visited.
     """
 
     ptr: Any
@@ -55,8 +59,10 @@ class Dense(NamedTuple):
 
 
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
-    """Return the shape of a mask's codes, which take one byte per tile: a mask of shape (4, 1, 100,
-    1) has codes of shape (4, 1, 2, 1)."""
+    """Return the shape of a mask's codes, which take one byte per tile.
+
+    Example: (4, 1, 2, 1) for a mask of shape (4, 1, 100, 1).
+    """
     batch, heads, rows, keys = mask.shape
     return batch, heads, tiles_of(rows, TILE), tiles_of(keys, TILE)
 

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
 
-The codes have the same meaning as in the module `mask_tiles`: 0 for empty (every key is hidden), 1
-for partial, 2 for full (every key is visible). A tile that contains only very low numbers has code
-3 until it is known whether each query of the tile has a visible key in another tile.
+The codes have the same meaning as in the module `mask_tiles`. Code 0 is empty (every key is
+hidden), 1 partial, and 2 full (every key is visible). A tile that contains only very low numbers
+first has code 3. A later step finds out whether each query of the tile has a visible key in another
+tile.
 """
 
 from __future__ import annotations
@@ -128,8 +129,10 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile (every key is visible) with the position `index` in a list or, if
-    MASKED, the partial tile (some keys are hidden) with that position."""
+    """Return the full tile with the position `index` in a list or, if MASKED, the partial tile.
+
+    In a full tile, every key is visible. All other tiles in the list are partial.
+    """
     place = 2 + index
     if MASKED:
         place = 1 + others - index

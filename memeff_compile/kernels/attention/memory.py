@@ -1,8 +1,8 @@
-"""The bytes that attention needs without this op and with it, as formulas in B (sequences), H
-(query heads), M (queries), N (keys) and D (head dimension).
+"""The bytes that attention needs without this op and with it.
 
-Each of these letters may be a symbol or a number. The formulas do not count q, k, v, the output and
-the gradients.
+The formulas use B (sequences), H (query heads), M (queries), N (keys) and D (head dimension). Each
+of these letters may be a symbol or a number. The formulas do not count q, k, v, the output and the
+gradients.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from ..sizes import Size
 def bytes_before(
     batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
 ) -> sympy.Expr:
-    """Return the bytes of one buffer of scores or softmax weights; attention without this op builds
-    several such buffers."""
+    """Return the bytes of one buffer of scores or softmax weights.
+
+    Attention without this op builds several such buffers.
+    """
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 
 
@@ -39,9 +41,10 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     numbers per query.
 
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
-    multiple of 128. With a mask of keys or sequence ids, a table exists while a kernel runs: 16
-    bytes per tile and sequence, or, for the kernels in Gluon, about 8 bytes per position of each
-    sequence, rounded up to a multiple of 128 positions. All heads share this table, and the
-    kernels in Gluon need at least 16 heads, so their table is at most about 7 % of the formula.
+    multiple of 128. With a mask of keys or sequence ids, a table exists while a kernel runs. The
+    table of a Triton kernel has 16 bytes per tile and sequence. The table of a kernel in Gluon has
+    about 8 bytes per position of each sequence, rounded up to a multiple of 128 positions. All
+    heads share this table. The kernels in Gluon need at least 16 heads, so their table is at most
+    about 7 % of the formula.
     """
     return 8 * sympy.sympify(batch) * heads * queries

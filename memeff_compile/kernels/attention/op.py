@@ -2,7 +2,7 @@
 tensors, autograd.
 
 Compilers treat both ops as opaque, and neither op changes its inputs. The forward pass saves q, k,
-v, its output and one number per query; the backward pass computes the scores again. The op's second
+v, its output and one number per query. The backward pass computes the scores again. The op's second
 result, `lse`, has no gradient; only the backward pass reads `lse`.
 """
 

@@ -1,12 +1,12 @@
 """Prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
 
-With padding and with packed documents, each query sees the keys from a first to a last one, and
-each key is seen by the queries from a first to a last one. To find the visible pairs, a kernel then
+With padding and with packed documents, each query sees the keys from a first to a last one. Each
+key is seen by the queries from a first to a last one. To find the visible pairs, a kernel then
 compares positions with two numbers of each query or key. The ranges are computed on the GPU,
 without waiting for the CPU. Masks and ids in which a position sees others with gaps between them
-are marked, and for them the kernels also read the mask and the ids. The forward kernel and the
-kernel for the gradient of q always read the mask of keys in tiles that it touches, to replace
-hidden keys and values, which may be nan, by zeros.
+are marked. For such masks and ids, the kernels also read the mask and the ids. In tiles that the
+mask of keys touches, the forward kernel and the kernel for the gradient of q always read the mask.
+These two kernels replace hidden keys and values, which may be nan, by zeros.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
 
     `own` and `others` are the positions of a tile and of a visited tile. The first B x tiles x
     `FIELDS` numbers describe the tiles. Then follow, for each sequence, the first visible position
-    of each position, and the last visible positions; if a position sees none, the first one is
+    of each position, and the last visible positions. If a position sees none, the first one is
     above the last one.
     """
     from . import ranges_kernels as kernels

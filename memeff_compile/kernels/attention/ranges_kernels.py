@@ -54,8 +54,9 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
 
 @triton.jit
 def _ends(found, start, stop):
-    """Return, for each row, the first and the last position of the parts that a row sees, and the
-    number of positions in these parts.
+    """Return, for each row, the first and the last position of the parts that a row sees.
+
+    Also return the number of positions in these parts.
     """
     low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
     high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)

@@ -1,10 +1,10 @@
 """The reference implementation: the formula in plain PyTorch, one block of queries at a time, on
 any device.
 
-The scores of a block are computed in fp32 (fp64 for fp64 inputs) and freed as soon as its results
-are computed, so the scores of all queries never exist at once. The implementation does not read
-keys that the bounds `ahead` and `behind` (how far after and before a query its keys may be) hide
-from a whole block of queries.
+The scores of a block are computed in fp32 (fp64 for fp64 inputs). The scores are freed as soon as
+the block's results are computed, so the scores of all queries never exist at once. The bounds
+`ahead` and `behind` say how far after and before a query its keys may be. The implementation does
+not read keys that these bounds hide from a whole block of queries.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype in which sums are computed; query heads are grouped by the key-value
-    head that they share."""
+    """q, k and v in the dtype in which sums are computed.
+
+    Query heads are grouped by the key-value head that they share.
+    """
 
     q: Tensor  # (B, G, R, M, D) with R query heads to a key head
     k: Tensor  # (B, G, N, D)
@@ -87,8 +89,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Sum a^T b of (B, G, R, m, X) and (B, G, R, m, Y) over the queries and the query heads of a
-    group."""
+    """Sum a^T b over the queries and the query heads of a group.
+
+    The inputs are (B, G, R, m, X) and (B, G, R, m, Y).
+    """
     left, right = (each.flatten(2, 3) for each in (a, b))
     return torch.matmul(left.transpose(2, 3), right)
 
@@ -109,10 +113,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
     """Return attention over the keys that no mask excludes, and the log-sum-exp of each query's
     scores.
 
-    The first result is (B, H, M, D), with its memory in the order (B, M, H, D); the second is (B,
-    H, M) in fp32 or fp64, with minus infinity for a query that attends to no key. If the mask is a
-    bias, the second result is (2, B, H, M): the largest score, and the logarithm of the sum of
-    weights relative to that score.
+    - The first result is (B, H, M, D), with its memory in the order (B, M, H, D).
+    - The second result is (B, H, M) in fp32 or fp64, with minus infinity for a query that attends
+      to no key.
+    - If the mask is a bias, the second result is (2, B, H, M). The planes are the largest score,
+      and the logarithm of the sum of weights relative to that score.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
@@ -140,8 +145,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight of each key for a query that attends to no key: 1 / N if such a query gets
-    the mean of all N values, otherwise 0."""
+    """Return the weight of each key for a query that attends to no key.
+
+    The weight is 1 / N if such a query gets the mean of all N values, otherwise 0.
+    """
     return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
 
 

@@ -2,12 +2,12 @@
 This implementation needs a CUDA GPU of sm_80 or later, and bf16 or fp16.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grids depend only on static
-sizes, so a CUDA graph can capture the calls. The kernels use no atomic operations, so the same
+sizes. So a CUDA graph can capture the calls. The kernels use no atomic operations, so the same
 inputs give the same bits.
 
-The lower bound of the time is the arithmetic: in each attention head, the forward pass needs 4 D
-floating-point operations (D is the head dimension) per visible pair of query and key, and the
-backward pass needs 10 D.
+The lower bound of the time is the arithmetic. In each attention head, the forward pass needs 4 D
+floating-point operations per visible pair of query and key. The backward pass needs 10 D. D is the
+head dimension.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether kernels must read from a table which tiles to visit; a mask that depends
-        only on positions needs no table."""
+        """Return whether kernels must read from a table which tiles to visit.
+
+        A mask that depends only on positions needs no table.
+        """
         return self.given.has_tables() or self.mean
 
     def plan(self) -> Plan:
@@ -149,8 +151,10 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has unit stride and whose row stride a kernel can address;
-    copy if necessary."""
+    """Return a tensor whose last axis has unit stride and whose row stride a kernel can address.
+
+    Copy if necessary.
+    """
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()
 

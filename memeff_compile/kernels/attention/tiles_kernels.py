@@ -5,19 +5,23 @@ for the backward pass.
 Each kernel program combines one tile of queries with several tiles of keys, or one tile of keys
 with several tiles of queries. A program skips each pair of tiles in which the mask hides every key.
 A program does not check the mask in pairs of tiles in which every key is visible. For each program,
-four numbers describe the tiles that it visits: the first tile, the first fully visible tile, the
-end of the fully visible tiles, and the end of all tiles. If the mask depends only on positions, a
-kernel computes these numbers itself; if there are mask tensors or sequence ids, a small kernel
-computes them first and writes them to a table.
+four numbers describe the tiles that it visits:
+
+- the first tile, and the first fully visible tile;
+- the end of the fully visible tiles, and the end of all tiles.
+
+If the mask depends only on positions, a kernel computes these numbers itself. If there are mask
+tensors or sequence ids, a small kernel computes the numbers first and writes them to a table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
 exponent is above 0.
 
-With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`): a kernel skips
-tiles in which the mask hides every key, and does not read the mask in tiles in which the mask hides
-no key. If the mask is a bias that is added to the scores (IS_BIAS), lse has two planes: the largest
-score, and the logarithm of the sum of weights relative to that score. If the mask contains the
-lowest number of a dtype, the sum of the score and the logarithm would be rounded to the score.
+With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`). A kernel skips
+tiles in which the mask hides every key. A kernel does not read the mask in tiles in which the mask
+hides no key. If the mask is a bias that is added to the scores (IS_BIAS), lse has two planes. The
+planes are the largest score, and the logarithm of the sum of weights relative to that score. If the
+mask contains the lowest number of a dtype, the sum of the score and the logarithm would be rounded
+to the score.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
@@ -41,8 +45,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the raw score that the softmax scales: the product of query and key, or with a softcap
-    the tanh of this product, with an error below 2e-7."""
+    """Return the raw score that the softmax scales: the product of query and key.
+
+    With a softcap, return the tanh of this product, with an error below 2e-7.
+    """
     if C.IS_BIAS:
         product = product * inner
     elif C.SIGN != 1:
@@ -54,8 +60,7 @@ def _raw(product, inner, C: tl.constexpr):
 
 @triton.jit
 def _weights(raw, sums, scale):
-    """Return the softmax weights from raw scores, for the backward pass; each weight is at most
-    1."""
+    """Return the softmax weights, each at most 1, from raw scores, for the backward pass."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
@@ -81,11 +86,11 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the fully visible tile with the position `index` among such tiles, or, if MASKED, the
-    partly visible tile with that position.
+    """Return the tile with the position `index` among the fully visible tiles or, if MASKED, among
+    the partly visible tiles.
 
-    If the tiles come from a list, the caller loaded the number of this tile one iteration earlier;
-    the second result is the number of the tile `following`, loaded for the next call.
+    If the tiles come from a list, the caller loaded the number of this tile one iteration earlier.
+    The second result is the number of the tile `following`, loaded for the next call.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index
@@ -121,12 +126,12 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the tiles that a program visits; if HAS_MASK, also return their list and the list's
+    """Return the tiles that a program visits. If HAS_MASK, also return their list and the list's
     maximum length.
 
     `tile` contains the batch index, the first head, the tile's number and the number of tiles. The
-    lengths, bounds and tile sizes are passed as pairs, in which the first number belongs to the
-    program's own tile and the second to the visited tiles.
+    lengths, bounds and tile sizes are passed as pairs. The first number of a pair belongs to the
+    program's own tile, the second to the visited tiles.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(
@@ -143,11 +148,12 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of keys and values; return the raw scores before the mask is applied, the raw
-    scores after it, three vectors with one element per key, the keys, and the values.
+    """Load a tile of keys and values, and compute their raw scores. The results are:
 
-    The three vectors are the keys' positions, whether each key lies inside the tensor, and whether
-    each key is visible.
+    - the raw scores before and after the mask is applied;
+    - three vectors with one element per key: the position, whether the key lies inside the tensor,
+      and whether the key is visible;
+    - the keys, and the values.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS

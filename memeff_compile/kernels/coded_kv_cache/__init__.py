@@ -1,8 +1,8 @@
 """Attention over low-bit KV caches: kernels read the codes and never decode the whole cache.
 
-Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups of tokens; the latest tokens and the
-first few tokens are stored exactly. Attention multiplies the codes directly: it applies the scales
-of the keys to the queries, and the scales of the values to the softmax weights.
+Old tokens are stored as codes of 8, 4, 3 or 2 bits, in groups of tokens. The latest tokens and the
+first few tokens are stored exactly. Attention multiplies the codes directly. Attention applies the
+scales of the keys to the queries, and the scales of the values to the softmax weights.
 
 - `coded_kv_cache_append` writes new tokens in place, and encodes the groups that are old enough.
 - `coded_kv_cache_view` returns decoded keys and values, in the layout of a static cache.

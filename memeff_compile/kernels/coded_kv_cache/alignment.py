@@ -1,12 +1,16 @@
 """Fit and apply linear maps that make the keys and values of two layers similar.
 
 A row is the key or the value of one token in one attention head. The rows of a head in two layers
-differ mostly by a mean and a rotation. The maps of a pair of layers are: the mean of each layer's
-rows; for each head of the upper layer, the matching head of the lower layer; and an orthogonal
-matrix per head, which rotates the upper layer's rows towards those of the lower layer. An aligned
-row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer, where `turn`
-is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its matching head
-in the lower layer; the shared tensors are ordered by slot.
+differ mostly by a mean and a rotation. A pair of layers has these maps:
+
+- the mean of each layer's rows;
+- for each head of the upper layer, the matching head of the lower layer;
+- an orthogonal matrix per head, which rotates the upper layer's rows towards those of the lower
+  layer.
+
+An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
+where `turn` is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its
+matching head in the lower layer. The shared tensors are ordered by slot.
 
 The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """
@@ -78,7 +82,7 @@ def fit(
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
     rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
-    better ones: the keys of a few tokens, after rotary embedding, do not show how keys at later
+    better ones. After rotary embedding, the keys of a few tokens do not show how keys at later
     positions are rotated.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
@@ -117,14 +121,14 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors that are equal for all sequences: the slot (matching head of the lower
-    layer) of each head of the upper layer, (H), and the sums of products of the two layers' rows.
+    """Return two tensors that are equal for all sequences:
 
-    The products are summed over all sequences to (H, 2, D, D); the orthogonal matrices closest to
-    these sums are the rotations. `rows` contains the keys and values of both layers, and `counted`
-    says which tokens count, as in `fit`. `slots` contains, for each head of the upper layer, the
-    matching head of the lower layer that an earlier call chose; None means that this call chooses
-    it.
+    - the slot (matching head of the lower layer) of each head of the upper layer, (H);
+    - the sums of products of the two layers' rows, over all sequences, (H, 2, D, D).
+
+    The orthogonal matrices closest to these sums are the rotations. `rows` contains the keys and
+    values of both layers, and `counted` says which tokens count, as in `fit`. `slots` contains the
+    slots that an earlier call chose. If `slots` is None, this call chooses the slots.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -271,11 +275,11 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
 
 def matched(likeness: Tensor) -> Tensor:
     """Choose a different column for each row of the (B, H, H) similarities, such that the sum of
-    the chosen similarities is large; return the columns, (B, H).
+    the chosen similarities is large. Return the columns, (B, H).
 
     The function first chooses the largest similarity, then the largest in the remaining rows and
-    columns, and so on; at the end a few pairs of rows exchange their columns if that increases the
-    sum.
+    columns, and so on. At the end a few pairs of rows exchange their columns if the exchange
+    increases the sum.
     """
     batch, heads, _ = likeness.shape
     left = likeness.clone()
@@ -300,10 +304,10 @@ def matched(likeness: Tensor) -> Tensor:
 def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
     """Return the orthogonal matrices nearest to x, (..., D, D), computed with matrix products only.
 
-    The function first adds to x the matrix `more`, multiplied by x's norm divided by the root of D;
-    by default, `more` is a small multiple of the identity. The method is the Newton-Schulz
-    iteration, scaled for the smallest singular value that x can still have at each step, so that
-    each of the first steps multiplies small singular values by 2.6.
+    The function first adds to x the matrix `more`, multiplied by x's norm divided by the root of D.
+    By default, `more` is a small multiple of the identity. The method is the Newton-Schulz
+    iteration, scaled for the smallest singular value that x can still have at each step. So each of
+    the first steps multiplies small singular values by 2.6.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

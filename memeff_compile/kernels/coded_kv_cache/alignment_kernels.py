@@ -2,10 +2,10 @@
 """Kernels that fit the maps that align two layers' keys and values, and apply them to a prompt.
 
 The maps follow from two sums over tokens: the sum of the rows, and the sum of the products of two
-layers' rows. Each program sums over some tokens of one sequence and head and writes a partial sum;
-another step adds the partial sums in a fixed order. The kernels read rows directly in the model's
+layers' rows. Each program sums over some tokens of one sequence and head and writes a partial sum.
+Another step adds the partial sums in a fixed order. The kernels read rows directly in the model's
 tensors, without an fp32 copy. The kernels apply the maps to the rows of a few groups of tokens at a
-time, and write the results to a temporary fp32 buffer.
+time. The kernels write the results to a temporary fp32 buffer.
 """
 
 from __future__ import annotations

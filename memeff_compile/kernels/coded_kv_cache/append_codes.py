@@ -1,5 +1,7 @@
-"""Launch the kernels that append tokens to a low-bit KV cache. The kernels need a CUDA GPU of sm_80
-or later; the CPU does not wait for the GPU."""
+"""Launch the kernels that append tokens to a low-bit KV cache.
+
+The kernels need a CUDA GPU of sm_80 or later. The CPU does not wait for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def cut(bits: int, depth: int) -> tuple[int, int]:
     """Return how many programs encode one group of tokens when one token is appended, and how many
     warps each program has.
 
-    The returned numbers were the best on an H200: more programs encode a group faster, but slow
+    The returned numbers were the best on an H200. More programs encode a group faster, but slow
     down the decoding steps in which no group is encoded. Rows of more than 128 channels do not fit
     into the registers of one warp.
     """
@@ -49,7 +51,7 @@ def append(
     programs: int = PROGRAMS,
     codes_values: bool = True,  # False if another launch encodes values
 ) -> None:
-    """Write new tokens and encode the groups that are complete; the op has already checked the
+    """Write new tokens and encode the groups that are complete. The op has already checked the
     shapes.
 
     A token beyond `limit` is not written, and attention then returns nan until the cache is reset.

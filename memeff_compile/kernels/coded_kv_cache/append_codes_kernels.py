@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to a low-bit KV cache: they write the latest tokens and the first
-tokens exactly, and encode groups of other tokens.
+"""Kernels that append tokens to a low-bit KV cache. The kernels write the latest tokens and the
+first tokens exactly, and encode groups of other tokens.
 
 Two programs per sequence and key-value head, one for keys and one for values, process the new
 tokens in order. When the window (the memory for the latest tokens, which are stored exactly) is
 full, a program encodes the oldest group of tokens. If several tokens are appended, as for a prompt,
-another launch directly encodes the groups that contain only new tokens, with more programs; these
+another launch directly encodes the groups that contain only new tokens, with more programs. These
 groups are never stored exactly. Programs read the cache's number of tokens from GPU memory. The
 program that finishes last writes the new number, after all programs have read the old number.
 
-The codes equal the codes of the reference implementation: divisions are rounded to the nearest fp32
+The codes equal the codes of the reference implementation. Divisions are rounded to the nearest fp32
 number, and a quotient halfway between two codes is rounded up.
 """
 
@@ -23,7 +23,7 @@ import triton.language as tl
 def parts_of(BITS, SHARES):
     """Return the number of column blocks into which a row of codes is split.
 
-    A byte contains one code of each column block; all codes of a column block share a scale.
+    A byte contains one code of each column block. All codes of a column block share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
@@ -36,8 +36,10 @@ def bits_of(C, IS_VALUE):
 
 @triton.jit
 def _over(x, step, IS_FAST: tl.constexpr):
-    """Return x / step, rounded to the nearest fp32 number; with IS_FAST, the function computes the
-    quotient with fused multiply-adds, without the branches that a division has.
+    """Return x / step, rounded to the nearest fp32 number.
+
+    With IS_FAST, the function computes the quotient with fused multiply-adds, without the branches
+    that a division has.
     """
     if IS_FAST:
         # Scaling by powers of two keeps the following numbers away from the limits of fp32.
@@ -59,8 +61,9 @@ def _over(x, step, IS_FAST: tl.constexpr):
 def _codes(
     x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr, IS_FAST: tl.constexpr = False
 ):
-    """Return the codes of x as int32; with IS_PER_HEAD, codes are symmetric around zero, and the
-    zero point `zero` is not used.
+    """Return the codes of x as int32.
+
+    With IS_PER_HEAD, codes are symmetric around zero, and the zero point `zero` is not used.
     """
     if IS_PER_HEAD:
         TOP: tl.constexpr = 1 << (BITS - 1)
@@ -91,8 +94,9 @@ def _between(x, is_left_out):
 
 @triton.jit
 def _scaled(low, high, most, scales_base, place):
-    """Store the quantisation step and the zero point for numbers from `low` to `high`; return both
-    as they were rounded for storage.
+    """Store the quantisation step and the zero point for numbers from `low` to `high`.
+
+    Return both as they were rounded for storage.
     """
     kind: tl.constexpr = scales_base.dtype.element_ty
     step, zero = _steps(low, high, most, scales_base)
@@ -132,7 +136,8 @@ def _put(
     IS_VALUE: tl.constexpr,
 ):
     """Add the codes of one column block to the bytes that are being packed, and return these bytes.
-    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned;
+
+    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned.
     8-bit codes are stored immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
@@ -159,9 +164,9 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte: for keys, two neighbouring tokens;
-    for values, the tokens at the same position in the first half and in the second half of the
-    given tokens.
+    With 3-bit codes, the high bits of two tokens share a byte. For keys, the two tokens are
+    neighbours. For values, the two tokens have the same position in the first and the second half
+    of the given tokens.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -246,8 +251,10 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Encode a group of keys with one scale per channel; a program may encode only some columns of
-    each column block."""
+    """Encode a group of keys with one scale per channel.
+
+    A program may encode only some columns of each column block.
+    """
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
@@ -350,8 +357,10 @@ def _behind(length, coded, new, C: tl.constexpr):
 
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Write the new keys, or the new values, of one sequence and head; return the new number of
-    tokens in the cache, and the new number of tokens stored as codes."""
+    """Write the new keys, or the new values, of one sequence and head.
+
+    Return the new number of tokens in the cache, and the new number of tokens stored as codes.
+    """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
@@ -399,8 +408,9 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values; also copy each token of these groups that
-    stays exact.
+    """Encode some groups of new keys, or of new values.
+
+    Also copy each token of these groups that stays exact.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes

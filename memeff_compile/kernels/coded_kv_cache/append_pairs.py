@@ -1,5 +1,6 @@
-"""Launch the kernels that append tokens to the cache that two layers share. The kernels need a CUDA
-GPU of sm_80 or later; the CPU does not wait for the GPU.
+"""Launch the kernels that append tokens to the cache that two layers share.
+
+The kernels need a CUDA GPU of sm_80 or later. The CPU does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -110,8 +111,9 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Use kernels to merge the first tokens that an empty cache gets from both layers; the cache
-    then contains the same as after `pair_reference.merge`.
+    """Use kernels to merge the first tokens that an empty cache gets from both layers.
+
+    The cache then contains the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
@@ -176,8 +178,10 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sum of the rows for which `counted` is true, for keys and values of both layers,
-    (B, H, 4, D), or only for values, (B, H, 2, D)."""
+    """Return the sum of the rows for which `counted` is true.
+
+    The shape is (B, H, 4, D) for keys and values of both layers, or (B, H, 2, D) for only values.
+    """
     from . import alignment_kernels as kernels
 
     batch, heads, count, depth = rows[0].shape
@@ -289,8 +293,10 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """For a prompt's keys or for its values, store one direction per token, which both layers
-    share, and the lengths of the token's two vectors, one per layer.
+    """Store one direction per token, which both layers share, for a prompt's keys or for its
+    values.
+
+    Also store the lengths of the token's two vectors, one per layer.
     """
     from . import append_pairs_kernels as kernels
 

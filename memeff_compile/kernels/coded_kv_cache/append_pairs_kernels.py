@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to the caches of two layers that share directions (one vector of
-length one for the keys, or the values, of both layers).
+"""Kernels that append tokens to the caches of two layers that share directions.
 
-New tokens go to the windows of latest tokens; complete groups of tokens are merged across the two
-layers. One program per sequence and key-value head processes the keys and values of both layers,
-because all four tensors together decide which rows (keys or values of a token) stay unmerged. A
-shared direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
-weights follow from three sums over the channels of both rows, so a program reads the rows twice, a
-few channels at a time: once to compute the three sums, once to compute and encode the direction.
-Programs read the cache's number of tokens from GPU memory; the last program writes the new number.
+A direction is one vector of length one for the keys, or the values, of both layers. New tokens go
+to the windows of latest tokens. Complete groups of tokens are merged across the two layers. One
+program per sequence and key-value head processes the keys and values of both layers. The reason is
+that all four tensors together decide which rows (keys or values of a token) stay unmerged. A shared
+direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
+weights follow from three sums over the channels of both rows. So a program reads the rows twice, a
+few channels at a time. The first time, the program computes the sums. The second time, the program
+computes and encodes the direction. Programs read the cache's number of tokens from GPU memory. The
+last program writes the new number.
 
-Two other kernels merge the groups of a prompt: one kernel measures the distances between the rows
-of both layers, then plain PyTorch chooses the rows that stay unmerged, and the other kernel encodes
+Two other kernels merge the groups of a prompt. One kernel measures the distances between the rows
+of both layers. Then plain PyTorch chooses the rows that stay unmerged, and the other kernel encodes
 keys or values. The kernels for prompts read the key and value tensors that the model passes.
 """
 

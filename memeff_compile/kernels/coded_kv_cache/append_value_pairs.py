@@ -1,5 +1,6 @@
-"""Launch the kernels that append tokens to the caches of two layers that share values. The kernels
-need a CUDA GPU of sm_80 or later; the CPU does not wait for the GPU.
+"""Launch the kernels that append tokens to the caches of two layers that share values.
+
+The kernels need a CUDA GPU of sm_80 or later. The CPU does not wait for the GPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to the caches of two layers that share values: they write the windows
-of latest tokens and encode groups of older tokens.
+"""Kernels that append tokens to the caches of two layers that share values. The kernels write the
+windows of latest tokens and encode groups of older tokens.
 
-Three programs per sequence and key-value head process the new tokens: one writes the lower layer's
+Three programs per sequence and key-value head process the new tokens. One writes the lower layer's
 keys, one the upper layer's keys, and one the values of both layers. A program reads only windows
 that it writes itself, or that an earlier launch has written, so programs need not wait for each
-other. Programs read the cache's number of tokens from GPU memory; the last program writes the new
+other. Programs read the cache's number of tokens from GPU memory. The last program writes the new
 number.
 
-A separate kernel merges the values of a prompt; the keys of the prompt are encoded by the same
+A separate kernel merges the values of a prompt. The keys of the prompt are encoded by the same
 kernels as for a layer that shares no values.
 """
 
@@ -60,8 +60,9 @@ def _share_group(
 
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
-    """If the group that starts at position `coded` contains the sequence's first tokens, which stay
-    exact, copy these tokens from a window of latest tokens.
+    """Copy the sequence's first tokens, which stay exact, from a window of latest tokens.
+
+    Only tokens of the group that starts at position `coded` are copied.
     """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)

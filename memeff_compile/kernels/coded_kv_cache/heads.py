@@ -2,8 +2,9 @@
 
 Each token and head has one scale, and codes are symmetric around zero, as in a `KVCache` with
 scheme "per_head". The backward pass treats the rounding as the identity (straight-through
-gradient). Table 3 of BitNet a4.8 has three settings: 4-bit keys and values; 4-bit queries, keys and
-values; or 4-bit queries with 3-bit keys and values, where the first token keeps 4 bits.
+gradient). Table 3 of BitNet a4.8 has three settings. The first has 4-bit keys and values, the
+second 4-bit queries, keys and values. The third has 4-bit queries with 3-bit keys and values, where
+the first token keeps 4 bits.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Describe the memory of a low-bit KV cache: the sizes of its tensors, and how codes are packed
 into bytes.
 
-Tokens are encoded in groups. The codes of a group are one contiguous block of bytes, so that tensor
-cores read them without reordering: keys token by token, values channel by channel. In a row of D
-channels, the 4-bit codes of the channels j and j + D/2 are the low and the high half of one byte,
-and the 2-bit codes of four channels, D/4 apart, share a byte. 3-bit codes are stored in two planes:
-first the low two bits, packed like 2-bit codes, then the high bits, with two tokens in a byte. A
-byte of high bits belongs to the tokens 2t and 2t + 1 for keys, and t and t + group/2 for values. In
-a byte of high bits, the first token's high bit for the p-th of four channels is bit 2p + 2 of the
-byte (bit 0 for the last channel), and the second token's high bit is the next bit.
+Tokens are encoded in groups. The codes of a group are one contiguous block of bytes, keys token by
+token, values channel by channel. So tensor cores read the codes without reordering. Codes are
+packed as follows in a row of D channels:
+
+- 4 bits: channels j and j + D/2 are the low and the high half of one byte.
+- 2 bits: four channels, D/4 apart, share a byte.
+- 3 bits: first the low two bits, packed like 2-bit codes, then the high bits, two tokens to a byte.
+  For keys, the tokens are 2t and 2t + 1, for values t and t + group/2. In channel p of four, the
+  first token's high bit is bit 2p + 2 of the byte (bit 0 for the last channel). The second token's
+  high bit is the next bit.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Shared(NamedTuple):
 class Own(NamedTuple):
     """The tensors that each of two merged layers has for itself, named as in `Pool`.
 
-    `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value; a negative
+    `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value. A negative
     norm of a key marks a token that is stored unmerged.
     """
 
@@ -200,8 +202,10 @@ class Layout:
 
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    """Return the dtype of one tensor of a cache, or of a pair of layers, given the tensor's name,
-    the model's dtype and the number of bits of a code."""
+    """Return the dtype of one tensor of a cache, or of a pair of layers.
+
+    `dtype` is the dtype of the model, and `bits` the number of bits of a code.
+    """
     if name in ("places", "starts", "kept_count", "left_over", "slots"):
         return torch.int32
     if name in ("bound", "counts"):
@@ -228,14 +232,17 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes contains, given its size in bytes, the channels of a
-    row, and the bits of a code, such as 64 tokens for 4096 bytes, 128 channels and 4 bits."""
+    """Return how many tokens a block of codes with `block` bytes contains.
+
+    Example: 64 tokens for 4096 bytes, 128 channels in a row and 4 bits per code.
+    """
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
 def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
-    """Return how many bits the codes of values have, given the bytes of a block of keys and of a
-    block of values, and the bits of the keys' codes.
+    """Return how many bits the codes of values have, given the bits of the keys' codes.
+
+    `k_block` and `v_block` are the bytes of a block of keys and of a block of values.
     """
     return bits * v_block // k_block
 
@@ -288,7 +295,7 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
     """Return groups of codes as bytes in the memory order of the cache.
 
-    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes; keys
+    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes. Keys
     are stored token by token, values channel by channel.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
@@ -299,8 +306,10 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Unpack the codes of a block of bytes that `block_of` returned; a row has D = `depth`
-    channels."""
+    """Unpack the codes of a block of bytes that `block_of` returned.
+
+    A row has D = `depth` channels.
+    """
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]
     if bits != 3:

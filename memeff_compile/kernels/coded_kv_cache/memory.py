@@ -72,8 +72,9 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 
 
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
-    """Return the bytes of the maps that align two layers: the means and one matrix per head, for
-    keys and for values; if `kinds` is 1, only for values.
+    """Return the bytes of the maps that align two layers: the means and one matrix per head.
+
+    The layers have these maps for keys and for values, or, if `kinds` is 1, only for values.
     """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 
@@ -83,7 +84,7 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     rotations that align the two layers (`map_bytes`) and the positions at which sequences begin are
     not counted.
 
-    Codes and scales of values and a norm per token are stored once per pair; codes and scales of
+    Codes and scales of values and a norm per token are stored once per pair. Codes and scales of
     keys, windows and first tokens are stored once per layer.
     """
     rows = layout.groups(tokens) * layout.group

@@ -1,7 +1,7 @@
 """Merge the keys, or the values, of two layers into one shared direction and two lengths.
 
 A row is the key or value vector of one head and token. The two layers' rows of the same token
-become one shared direction (a vector of length one) and two lengths; if the angle between the two
+become one shared direction (a vector of length one) and two lengths. If the angle between the two
 rows is too large, both rows stay unmerged. The rotary embedding does not matter for merging,
 because it rotates the rows of both layers by the same angles.
 
@@ -75,12 +75,12 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which rows stay unmerged; if `reading` is ``similar``,
+    """Return the distance, (B, H), above which rows stay unmerged. If `reading` is ``similar``,
     rows below this distance stay unmerged.
 
-    The function uses only the distances (B, H, N) for which `counted` is true; if `counted` is true
+    The function uses only the distances (B, H, N) for which `counted` is true. If `counted` is true
     for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
-    the largest distance: with 0.1, the rows in the upper tenth of this range stay unmerged or, if
+    the largest distance. With 0.1, the rows in the upper tenth of this range stay unmerged or, if
     `reading` is ``similar``, the rows in its lower tenth. A larger `gamma` keeps more rows
     unmerged, and 1 keeps all rows unmerged.
     """
@@ -100,14 +100,14 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows that stay unmerged: those whose distance is beyond the threshold, starting
-    with the distances farthest beyond it, and at most `room` rows.
+    """Choose the rows that stay unmerged: at most `room` rows with a distance beyond the threshold.
 
-    Returns:
-        chosen: bool (B, H, N), whether a row stays unmerged.
-        rank: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
-            most extreme.
-        left_over: (B, H) int64, how many more rows than `room` are beyond the threshold.
+    The rows farthest beyond the threshold are chosen first. The results are:
+
+    - `chosen`: bool (B, H, N), whether a row stays unmerged.
+    - `rank`: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
+      most extreme.
+    - `left_over`: (B, H) int64, how many more rows than `room` are beyond the threshold.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)
@@ -123,9 +123,9 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    If `scale` is ``norm``, the factor preserves the row's length; if it is ``projection``, the
-    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64; it
-    is 0 where the decoded direction is zero.
+    If `scale` is ``norm``, the factor preserves the row's length. If `scale` is ``projection``, the
+    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64. The
+    factor is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

@@ -1,10 +1,10 @@
 """The ops memeff::coded_kv_cache_append, _view and _attention: schemas, validation, choice of
 implementation, fake tensors.
 
-A cache consists of ten tensors, the *pool*, which every op takes in the same order;
+A cache consists of ten tensors, the *pool*, which every op takes in the same order.
 `layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` writes to all of these tensors
-except `places` and returns no tensor; the other ops only read the pool. The ops have no backward
-pass, because they are meant for generation; if a gradient is requested, they raise an error.
+except `places` and returns no tensor. The other ops only read the pool. The ops have no backward
+pass, because they are meant for generation. If a gradient is requested, the ops raise an error.
 """
 
 from __future__ import annotations
@@ -208,8 +208,10 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether kernels append to a cache, so that no value is copied from the GPU to the CPU
-    and the CPU does not wait for the GPU."""
+    """Return whether kernels append to a cache.
+
+    With kernels, no value is copied from the GPU to the CPU, and the CPU does not wait for the GPU.
+    """
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
 

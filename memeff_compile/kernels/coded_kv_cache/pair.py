@@ -1,11 +1,12 @@
 """The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers whose caches share
-directions (one vector of length one for the keys, or the values, of both layers).
+directions.
 
-The two layers of a pair share the tensors named in `SHARED`; each layer also has its own tensors,
-named in `OWN`. Together, these tensors contain each layer's pool (the ten tensors of a cache) and
-norms, which the ops for view and attention read. In a decoding step, the lower layer writes its
-token before the upper layer's token is computed. So appending the upper layer's token also merges
-the groups of both layers; until then, each layer's tokens are in its own window of latest tokens.
+A direction is one vector of length one for the keys, or the values, of both layers. The two layers
+of a pair share the tensors named in `SHARED`. Each layer also has its own tensors, named in `OWN`.
+Together, these tensors contain each layer's pool (the ten tensors of a cache) and norms, which the
+ops for view and attention read. In a decoding step, the lower layer writes its token before the
+upper layer's token is computed. So appending the upper layer's token also merges the groups of both
+layers. Until then, each layer's tokens are in its own window of latest tokens.
 """
 
 from __future__ import annotations
@@ -103,8 +104,10 @@ def unlike_rows(
     group: int,
 ) -> str | None:
     """Return a sentence that says why new keys and values cannot be appended to a pair of layers,
-    or None if they can; `new` contains the keys and values of the upper layer, `lower` those of the
-    lower layer."""
+    or None if they can.
+
+    `new` contains the keys and values of the upper layer, `lower` those of the lower layer.
+    """
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape
     for name, rows in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):

@@ -1,9 +1,10 @@
 """The reference implementation, in plain PyTorch, of appending to two layers whose caches share
-directions (one vector of length one for the keys, or the values, of both layers).
+directions.
 
-The functions are correct on any device and in any floating dtype. `merge` takes the position in the
-cache as an argument and does not wait for the device; `append` copies the number of tokens to the
-CPU, and so waits for the device.
+A direction is one vector of length one for the keys, or the values, of both layers. The functions
+are correct on any device and in any floating dtype. `merge` takes the position in the cache as an
+argument and does not wait for the device. `append` copies the number of tokens to the CPU, and so
+waits for the device.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -48,9 +49,9 @@ class Merging:
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
     """Write tokens of the lower layer, (B, H, T, D), into the lower layer's window of latest
-    tokens, where the upper layer's append finds them.
+    tokens. The upper layer's append finds the tokens there.
 
-    `own` contains the windows of keys and of values, and the token counts; `limit` is the number of
+    `own` contains the windows of keys and of values, and the token counts. `limit` is the number of
     tokens that fit into the cache.
     """
     k_window, v_window, counts = own
@@ -87,8 +88,10 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if they are passed; merge the
-    complete groups of tokens."""
+    """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
+
+    Merge the complete groups of tokens.
+    """
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -141,8 +144,9 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens of both layers from position `coded` on; no value is copied from the GPU to
-    the CPU.
+    """Merge the tokens of both layers from position `coded` on.
+
+    No value is copied from the GPU to the CPU.
     """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
@@ -178,8 +182,9 @@ def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
 
 
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
-    """Return rows in the form in which they are compared and merged: ordered by slot (head of the
-    lower layer), and aligned if there are alignment maps.
+    """Return rows in the form in which they are compared and merged.
+
+    The rows are ordered by slot (head of the lower layer), and aligned if there are alignment maps.
     """
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
@@ -195,8 +200,9 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the keys and values that `keep` chose into the memory for unmerged ones; the first of
-    `rows` has the position `coded` in the cache.
+    """Copy the keys and values that `keep` chose into the memory for unmerged ones.
+
+    The first of `rows` has the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
@@ -212,7 +218,7 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
     """Choose the keys and values that stay unmerged, bool (B, H, n), and record their positions.
 
-    `apart` (B, H, n) is the distance between the layers; `behind` (B, H, n) is a token's position
+    `apart` (B, H, n) is the distance between the layers. `behind` (B, H, n) is a token's position
     in its sequence, negative for padding.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
@@ -247,8 +253,10 @@ def _code(
     settings: Merging,
     is_value: bool,
 ) -> list[Tensor]:
-    """Encode the shared directions of groups of rows; return the norms of both layers' rows, (B, H,
-    n)."""
+    """Encode the shared directions of groups of rows.
+
+    Return the norms of both layers' rows, (B, H, n).
+    """
     depth = pair[0].shape[3]
     direction = shared_direction(*pair, rule=settings.rule, t=settings.t)
     grouped = direction.unflatten(2, (-1, group))

@@ -1,8 +1,8 @@
 """Average keys, and products of two keys, over later positions at which the same keys could appear.
 
-A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane, by an angle
-in proportion to the position. So a key that appears again `s` positions later is the same key
-rotated by `s` times the angles, and the mean over `s` from 0 to a span has a closed form.
+A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane. The angle
+is in proportion to the position. So a key that appears again `s` positions later is the same key
+rotated by `s` times the angles. The mean over `s` from 0 to a span has a closed form.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def mean_product(
     angles: Tensor,  # as `mean_key` takes them
     span: int,
 ) -> Tensor:
-    """Return the mean of the product of two keys over their later positions; both keys move on by
-    the same number of positions, from 0 to `span`.
+    """Return the mean of the product of two keys over their later positions.
+
+    Both keys move on by the same number of positions, from 0 to `span`.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

@@ -58,7 +58,7 @@ def encode(
     left_out: Tensor | None = None,
     dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
-    """Encode groups of keys or values; return (B, H, n, G * D * bits / 8) uint8 codes, and the
+    """Encode groups of keys or values. Return (B, H, n, G * D * bits / 8) uint8 codes, and the
     scales.
 
     The returned scales have the memory order of the cache. If `bits` is PLAIN (rows are stored

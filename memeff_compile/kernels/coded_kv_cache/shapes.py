@@ -1,7 +1,7 @@
 """Choose how the implementation `codes` divides the work: programs per sequence and head, warps and
 pipeline stages.
 
-The chosen sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA
+The chosen sizes depend on static sizes, not on the number of cached tokens. So a launch in a CUDA
 graph stays valid as the cache fills up.
 """
 
@@ -46,8 +46,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the number of rows of a tile for `repeat` query heads per key-value head: 8 rows for 4
-    query heads, 16 rows for 12 query heads."""
+    """Return the number of rows of a tile for `repeat` query heads per key-value head.
+
+    For example, the result is 8 for 4 query heads and 16 for 12 query heads.
+    """
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
@@ -61,8 +63,10 @@ def halves_for(repeat: int, bits: int) -> int:
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return the number of channels that one matrix product covers: as many as a row of codes has
-    bytes, or, for 8-bit codes, the channels that share a scale.
+    """Return the number of channels that one matrix product covers.
+
+    The number equals the bytes of a row of codes or, for 8-bit codes, the channels that share a
+    scale.
     """
     if bits == 8:
         return channels
@@ -73,9 +77,9 @@ def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs among which the groups of one sequence and key-value head are
     divided.
 
-    The arguments are the number of `pairs` (sequence and head), the number of groups that fit into
-    the cache, and the number of programs that the GPU runs at once. For example, with 510 groups
-    and 528 programs at once, 8 pairs get 64 programs each and 1024 pairs get 3 each.
+    `pairs` is the number of pairs (sequence and head), and `groups` the number of groups that fit
+    into the cache. The GPU runs `slots` programs at once. For example, with 510 groups and 528
+    programs at once, 8 pairs get 64 programs each and 1024 pairs get 3 each.
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))

@@ -2,7 +2,7 @@
 themselves. This implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
-sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
+sizes. So a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
 use no atomic operations, so the same inputs give the same bits.
 
 The lower bound of a launch's time is the time to read the codes and their scales once.
@@ -39,8 +39,10 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch parameters for a number of `pairs` (sequence and key-value head); without a
-    GPU, return the parameters for an H200."""
+    """Return the launch parameters for a number of `pairs` (sequence and key-value head).
+
+    Without a GPU, return the parameters for an H200.
+    """
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
@@ -68,8 +70,10 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate queries (B, Hq, 1, D) by the matrices (B, H, 2, D, D) by which the layer's keys were
-    rotated; return (B, Hq, D) in fp32.
+    """Rotate queries (B, Hq, 1, D) by the matrices `turns` (B, H, 2, D, D), and return (B, Hq, D)
+    in fp32.
+
+    The same matrices rotated the layer's keys.
     """
     from . import split_codes_kernels as kernels
 
@@ -96,11 +100,11 @@ CHUNK = 32
 
 
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
-    """Return how many query heads of q (B, Hq, ...) one program rotates by the matrix of their
-    key-value head in turns (B, H, ...).
+    """Return how many query heads one program rotates by the matrix of their key-value head.
 
-    The result is the number of query heads that share a matrix, so that the matrix is read once, or
-    1 if the GPU would otherwise have too few programs.
+    The shapes are (B, Hq, ...) for q, and (B, H, ...) for turns. The result is the number of query
+    heads that share a matrix, so that the matrix is read once. The result is 1 if the GPU would
+    otherwise have too few programs.
     """
     batch, kv_heads, _, depth = turns.shape[:4]
     programs = batch * kv_heads * (depth // min(CHUNK, depth))

@@ -1,28 +1,28 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""The two kernels of the attention implementation `codes`: each program of the first attends to a
-share of the cache, and the second combines the partial results.
+"""The two kernels of the attention implementation `codes`. Each program of the first kernel attends
+to a share of the cache. The second kernel combines the partial results.
 
-Program i of n processes steps i, i + n, i + 2n and so on; a step is a few groups of codes. After
+Program i of n processes steps i, i + n, i + 2n and so on. A step is a few groups of codes. After
 the codes, the program processes, in the same order, tiles of the latest tokens and of the first
 tokens, which are stored exactly. Scores have tokens as rows and query heads as columns, so that
-keys and values are the left operands of the matrix products: the kernel reads keys and values as
-bytes and unpacks them in registers, and eight query heads fill a tile. If the query heads fill at
-most half of a tile, two groups of tokens share the tile (HALVES): the first half of the columns has
-the queries for one group, the second half has the queries for the next group. A matrix product
+keys and values are the left operands of the matrix products. The kernel then reads keys and values
+as bytes and unpacks them in registers, and eight query heads fill a tile. If the query heads fill
+at most half of a tile, two groups of tokens share the tile (HALVES). The first half of the columns
+has the queries for one group, the second half has the queries for the next group. A matrix product
 multiplies the codes of one group by all columns, and the kernel uses only this group's half of the
-result. At the end, each half of the columns is a partial result of its own. Codes are not decoded:
-the query is multiplied by the keys' scales, the softmax weight by the values' scales, and zero
+result. At the end, each half of the columns is a partial result of its own. Codes are not decoded.
+The query is multiplied by the keys' scales, and the softmax weight by the values' scales. Zero
 points are added once per step (a few groups of codes). Softmax weights are summed per token in
-registers, and across tokens only at the end, so a step has only two reductions across threads: the
+registers, and across tokens only at the end. So a step has only two reductions across threads: the
 sum for the zero points of keys, and the maximum of the scores. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
-exact but very small; so in bf16, queries and softmax weights are multiplied by 2 ** 64, and
+exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and
 products by 2 ** 69. Triton's interpreter cannot run these instructions or multiply bf16, so under
 the interpreter PACKED is off, and UPCAST widens operands to fp32.
 
-In variable names, tokens are the tokens of one group, rows are the query heads of one key-value
-head, and a part is the block of channels that one product covers.
+In variable names, tokens are the tokens of one group, and rows are the query heads of one key-value
+head. A part is the block of channels that one product covers.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return assembly code that converts the codes of one channel block to numbers: the codes in
-    byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the third bit comes from a
-    second operand, and the last channel block is stored separately.
+    """Return assembly code that converts the codes of one channel block to numbers.
+
+    The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
+    third bit comes from a second operand, and the last channel block is stored separately.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -175,8 +176,8 @@ def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
 def _pair_of(base, place):
     """Return two neighbouring numbers in fp32; 16-bit numbers are read with one load.
 
-    One load has four bytes: Triton does not prefetch smaller loads, and waiting for a smaller load
-    takes longer than the rest of a loop iteration.
+    One load has four bytes, because Triton does not prefetch smaller loads. Waiting for a smaller
+    load takes longer than the rest of a loop iteration.
     """
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:
@@ -215,9 +216,11 @@ def _gain(PART: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _choose(vectors, half, HALVES: tl.constexpr):
-    """Return the vector (one number per token) for each column of a tile, as (tokens, columns). If
-    the tile's columns are divided into halves, each half has its own vector; otherwise the result
-    is the only vector, as (tokens, 1)."""
+    """Return the vector (one number per token) for each column of a tile, as (tokens, columns).
+
+    If the tile's columns are divided into halves, each half has its own vector. Otherwise the
+    result is the only vector, as (tokens, 1).
+    """
     if HALVES == 1:
         found = vectors[0][:, None]
     else:
@@ -703,8 +706,11 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results, and invert the layer's alignment map (a mean and a rotation) in the
-    part of the result that comes from merged tokens."""
+    """Combine partial results.
+
+    In the part that comes from merged tokens, also invert the layer's alignment map (a mean and a
+    rotation).
+    """
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
     depth = tl.arange(0, DEPTH)

@@ -2,7 +2,7 @@
 these directions as plain numbers, not as codes. This implementation needs a CUDA GPU of sm_80 or
 later.
 
-The implementation `rows` works like the implementation `codes`: the CPU never waits for the GPU,
+The implementation `rows` works like the implementation `codes`. The CPU never waits for the GPU,
 the launch grid depends only on static sizes, and kernels use no atomic operations.
 """
 

@@ -1,9 +1,9 @@
 """The op memeff::coded_kv_cache_append_values, which appends to the caches of two layers that share
 only values.
 
-Each of the two layers has its own encoded keys; both layers share the codes of the values. In a
+Each of the two layers has its own encoded keys. Both layers share the codes of the values. In a
 decoding step, the lower layer writes its token with the op `coded_kv_cache_append_lower`, before
-the upper layer's token exists; the upper layer's append encodes groups of tokens of both layers.
+the upper layer's token exists. The upper layer's append encodes groups of tokens of both layers.
 """
 
 from __future__ import annotations

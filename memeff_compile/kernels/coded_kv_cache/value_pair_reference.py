@@ -41,8 +41,10 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty: fit the maps to these tokens
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if they are passed; encode the
-    complete groups of tokens."""
+    """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
+
+    Encode the complete groups of tokens.
+    """
     shared, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -94,7 +96,7 @@ def share_values(
 ) -> None:
     """Encode the shared directions of groups of values.
 
-    The scales include the lengths of the lower layer's values; `norms` contains the ratios of the
+    The scales include the lengths of the lower layer's values. `norms` contains the ratios of the
     upper layer's lengths to the lower layer's lengths.
     """
     shared, lower, _, maps = pair

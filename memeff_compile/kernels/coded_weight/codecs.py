@@ -1,11 +1,11 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
 lists. When a weight is encoded, the lengths of these lists are copied from the GPU to the CPU,
 which waits for them. If memory for the lists is already allocated, the CPU gets the lengths later
 (`Outcome`), and does not wait for the GPU. When a weight is decoded or multiplied, no value is
-copied from the GPU to the CPU, so a CUDA graph can capture these calls. The kernels sum without
+copied from the GPU to the CPU. So a CUDA graph can capture these calls. The kernels sum without
 atomic operations, so the same inputs give the same bits.
 """
 
@@ -66,8 +66,11 @@ def kernel_of(module: str, name: str) -> Any:
 
 @cache
 def _settings(*given: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return two arguments of `launch_plain`: a dictionary of the launch options (warps,
-    constants), and a tuple of the same values, which can be the key of a dictionary."""
+    """Return two arguments of `launch_plain`: the launch options (warps, constants) as a
+    dictionary, and the same values as a tuple.
+
+    The tuple can be the key of a dictionary.
+    """
     warps, *constants = given
     return {**dict(constants), "num_warps": warps}, given
 
@@ -113,8 +116,9 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return how many 16-bit numbers the spill buffer (memory for a weight whose codes do not fit)
-    needs for a weight of a given size.
+    """Return how many 16-bit numbers the spill buffer needs for a weight of a given size.
+
+    The spill buffer is memory for a weight whose codes do not fit.
     """
     return HEADING + padded(count)
 
@@ -139,11 +143,11 @@ class Outcome:
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start to copy the weight's new value to the spill buffer, where it is kept in case its
-        codes do not fit; the caller may free the value afterwards.
+        """Start to copy the weight's new value to the spill buffer, in case its codes do not fit.
+        The caller may free the value afterwards.
 
-        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory; it has
-        space for a header in addition to the value.
+        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory. The
+        buffer has space for a header in addition to the value.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
@@ -201,8 +205,9 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int32; the weights are read in runs
-    (stretches of consecutive weights), of which only one in `every` is counted.
+    """Return how often each of the 256 exponents occurs, as int32.
+
+    The weights are read in runs of consecutive weights. Only one run in `every` is counted.
     """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
@@ -251,11 +256,11 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a new value of a weight into its existing tensors, with the exponent windows (the
-    ranges of exponents that have a code) of its old value.
+    """Encode a new value of a weight into its existing tensors, with the exponent windows of its
+    old value. An exponent window is the range of exponents that have a code.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
-    GPU. If the codes did not fit, the tensors are invalid, and only the spill buffer (memory for a
+    GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer (memory for a
     weight whose codes do not fit), if there is one, contains the weight.
     """
     patterns = as_patterns(weight) if counts is None else weight
@@ -276,12 +281,12 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes, signs and mantissas of a weight; if `by`, an optimizer step, is given, first
+    """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
     update the weight.
 
-    Return the numbers of patches (weights whose exponent is outside of the window, the range of
-    exponents that have a code) in the form that the function `_list_win4` needs. The old weight's
-    patches are read only if there is an optimizer step.
+    Return the numbers of patches in the form that the function `_list_win4` needs. Patches are
+    weights whose exponent is outside of the window, the range of exponents that have a code. The
+    old weight's patches are read only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -339,8 +344,9 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches (weights stored whole): write positions and values; the index at which
-    each chunk's patches start is already written.
+    """Fill a list of patches (weights stored whole): write positions and values.
+
+    The index at which each chunk's patches start is already written.
     """
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
@@ -420,8 +426,10 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
 
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return the decoded bf16 weight; the memory of the result may be slightly larger than the
-    weight."""
+    """Return the decoded bf16 weight.
+
+    The memory of the result may be slightly larger than the weight.
+    """
     count = math.prod(shape)
     if count == padded(count):
         out = torch.empty(tuple(shape), dtype=torch.bfloat16, device=parts[0].device)
@@ -448,7 +456,7 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
 
     The updated weight equals, bit for bit, the weight that `torch.optim.SGD` computes from the
     decoded weight on the same GPU. Afterwards the coded tensors contain no valid weight until
-    `encode_soon` has encoded the updated weight into them; pass this function's result to
+    `encode_soon` has encoded the updated weight into them. Pass this function's result to
     `encode_soon`. The codec must be lossless, and `steps` must have returned True for the gradient.
     If memory runs out, this function raises an error and has changed no coded tensor.
     """
@@ -485,9 +493,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
     multiple of the chunk size.
 
-    With an optimizer step (`by`), the buffer first contains a gradient and then the updated weight;
-    for the codec `win4`, the same kernel also encodes the updated weight. The buffer contains
-    16-bit numbers.
+    The buffer contains 16-bit numbers. If the codec is `tier` or `rans` and there is an optimizer
+    step (`by`), the buffer first contains a gradient and then the updated weight. For the codec
+    `win4`, this function ignores `by`: `_code_win4` updates and encodes in one kernel.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -517,8 +525,10 @@ def fuses(
     # a gradient is needed: products then equal those of a dense layer bit for bit
     trains: bool = False,
 ) -> bool:
-    """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight;
-    otherwise the weight is decoded first."""
+    """Return whether, for a given number of tokens, one kernel decodes and multiplies the weight.
+
+    Otherwise the weight is decoded first.
+    """
     if trains or form.family != "win4" or len(shape) != 2 or shape[1] % GROUP:
         return False
     if tokens <= 1:

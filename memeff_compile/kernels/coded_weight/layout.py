@@ -1,9 +1,9 @@
 """Describe into which tensors each codec splits a bf16 weight, and name these tensors.
 
-A weight is read in row-major order as a flat array of 16-bit patterns, padded with zeros to a whole
-number of chunks (blocks of fixed size). Every codec stores the sign and mantissa of each pattern as
-one byte, and encodes the exponent. All codecs use the following order inside a group of 256
-weights, so that a kernel rebuilds two neighbouring weights at once, in one 32-bit word:
+A weight is read in row-major order as a flat array of 16-bit patterns. The array is padded with
+zeros to a whole number of chunks (blocks of fixed size). Every codec stores the sign and mantissa
+of each pattern as one byte, and encodes the exponent. A kernel rebuilds two neighbouring weights at
+once, in one 32-bit word. So all codecs use the following order inside a group of 256 weights:
 
     group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of thread j (0 to 31) of a warp
 
@@ -144,7 +144,10 @@ def padded(count: int) -> int:
 
 def sampled(count: int) -> int:
     """Return the stride between the runs (stretches of consecutive weights) that the codec `win4`
-    samples to choose an exponent window; 1 means that the codec reads all weights."""
+    samples to choose an exponent window.
+
+    With 1, the codec reads all weights.
+    """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
 
@@ -179,8 +182,10 @@ def tier_header(counts: Sequence[int]) -> list[int]:
 
 
 def frequencies(counts: Sequence[int]) -> list[int]:
-    """Return how many of the entropy coder's 1024 slots each exponent gets; an exponent that occurs
-    gets at least one."""
+    """Return how many of the entropy coder's 1024 slots each exponent gets.
+
+    An exponent that occurs gets at least one.
+    """
     total, slots = sum(counts), 1 << RANS_BITS
     found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
     while (surplus := sum(found) - slots) != 0:
@@ -234,7 +239,7 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
     words.
 
-    The tensors are in the order of `Format.parts`; the lists of patches (weights stored whole) have
+    The tensors are in the order of `Format.parts`. The lists of patches (weights stored whole) have
     two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon: a kernel
-decodes the codes to tensor-core operands in registers.
+"""Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon.
 
-A tensor core takes pairs of neighbours along K (the columns of the weight) as 32-bit words, and
-decoded weights already form such words, called pair words. Each thread loads only the codes of the
-weights that it passes to the tensor core, four words at a time, so threads need not exchange data.
-The terms of a sum along K may have any order, as long as the weights and x have the same order.
+A kernel decodes the codes to tensor-core operands in registers. A tensor core takes pairs of
+neighbours along K (the columns of the weight) as 32-bit words. Decoded weights already form such
+words, called pair words. Each thread loads only the codes of the weights that it passes to the
+tensor core, four words at a time. So threads need not exchange data. The terms of a sum along K may
+have any order, as long as the weights and x have the same order.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
 32-bit words of codes.
@@ -58,8 +58,10 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
-    positions apart."""
+    """Return the sign and mantissa bits of eight weights.
+
+    The bits of neighbouring weights are 16 positions apart.
+    """
     word = word.to(gl.int32)
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -98,8 +100,11 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load two 7-bit normalisers (scales) for each group of weights: one for the weights of a
-    warp's first sixteen threads, and one for those of its last sixteen threads."""
+    """Load two 7-bit normalisers (scales) for each group of weights.
+
+    The first is for the weights of a warp's first sixteen threads, the second for those of its last
+    sixteen threads.
+    """
     if C.BLOCK == 0:
         first = group  # which is not read
     else:
@@ -116,8 +121,10 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice: a block's normaliser
-    (scale) times 2^base, where `base` is the exponent to which the codes are added.
+    """Return 32-bit words that each contain the same bf16 number twice.
+
+    The number is a block's normaliser (scale) times 2^base, where `base` is the exponent to which
+    the codes are added.
     """
     scale = power
     if C.BLOCK > 0:
@@ -131,7 +138,10 @@ def _scale(power, norms, lane, C: gl.constexpr):
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
     """Reinterpret 32-bit words of two weights as bf16 along K, in the layout of a tensor-core
-    operand; no data moves between registers."""
+    operand.
+
+    No data moves between registers.
+    """
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -141,8 +151,10 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where some rows of the weight are stored (first chunk, number of chunks, position in
-    the first chunk), and the range of their patches (weights stored whole).
+    """Return where some rows of the weight are stored, and the range of their patches.
+
+    Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. Patches are weights stored whole.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -188,8 +200,9 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (weights stored whole) of some rows to `acc`; the
-    warps of a program share the work.
+    """Add the products of x with the patches (weights stored whole) of some rows to `acc`.
+
+    The warps of a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -224,8 +237,9 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row of each loaded patch (a weight stored whole) inside the tile, and the patch's
-    column; the row is -1 for an entry that is not a patch of the tile.
+    """Return the row of each loaded patch (a weight stored whole) inside the tile, and its column.
+
+    The row is -1 for an entry that is not a patch of the tile.
     """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent
@@ -275,12 +289,12 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (weights stored whole) to `acc` as `patched` does, but
-    leave out the first ROUNDS rounds of the loop in `patched`.
+    """Add the products of x with patches (weights stored whole) to `acc` as `patched` does.
 
-    This function multiplies fewer patches at a time. In each round, it loads the list indices at
-    which the patches of each chunk end. One function for all rounds took more registers, which made
-    products with few mantissa bits slower (docs/measured/compressed-weights.md).
+    This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
+    patches at a time. In each round, it loads the list indices at which the patches of each chunk
+    end. One function for all rounds took more registers, which made products with few mantissa bits
+    slower (docs/measured/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -363,10 +377,11 @@ def _matrix_tile(
     # ROWS: 16, or a multiple
     # GROUPS: `groups`, or 0; then only one group is loaded ahead, and patches are added first
 ):
-    """Compute a tile of ROWS x TOKENS products; each warp sums over its share of the columns.
+    """Compute a tile of ROWS x TOKENS products. Each warp sums over its share of the columns.
 
-    If the number of weight groups per row is a compile-time constant (GROUPS), each warp loads two
-    groups ahead, and adds the products of patches (weights stored whole) last.
+    GROUPS is the number of weight groups per row, or 0 if this number is no compile-time constant.
+    With GROUPS, each warp loads two groups ahead, and adds the products of patches (weights stored
+    whole) last.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
@@ -468,8 +483,9 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width; the order of each sum is the same
-    as in `_coded_weight_matrix_win4_kernel`.
+    """Multiply some tokens by 2 or 3 weights of the same width.
+
+    The order of each sum is the same as in `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
@@ -502,8 +518,10 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice: the normaliser (scale) of a
-    row's block times 2^base, where `base` is the exponent to which the codes are added.
+    """Return 32-bit words that each contain the same bf16 number twice.
+
+    The number is the normaliser (scale) of a row's block times 2^base, where `base` is the exponent
+    to which the codes are added.
     """
     if C.BLOCK == 0:
         return power
@@ -672,7 +690,7 @@ def _coded_weight_matrix_win4_wide_kernel(
 
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
-    kernel multiplies the patches (weights stored whole) last: each 64 patches form one more step,
+    kernel multiplies the patches (weights stored whole) last. Each 64 patches form one more step,
     together with the columns of x that they are multiplied by.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])

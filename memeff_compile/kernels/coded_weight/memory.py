@@ -1,5 +1,6 @@
-"""The bytes of a linear layer's weight without and with compression, as formulas in N (rows of the
-weight) and K (columns of the weight).
+"""The bytes of a linear layer's weight without and with compression.
+
+The formulas are in N (rows of the weight) and K (columns of the weight).
 """
 
 from __future__ import annotations

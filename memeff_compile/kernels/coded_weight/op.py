@@ -4,10 +4,10 @@ autograd.
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
 the ops take the weight's coded tensors as separate arguments, so an inner compiler sees these
-tensors. `coded_weight_product` chooses at run time: for a few tokens, one kernel decodes and
-multiplies; otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix
+tensors. `coded_weight_product` chooses at run time. For a few tokens, one kernel decodes and
+multiplies. Otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix
 library multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
-instead, so that results equal the results of a dense layer bit for bit (`trained_product`).
+instead. Results then equal the results of a dense layer bit for bit (`trained_product`).
 """
 
 from __future__ import annotations
@@ -118,14 +118,15 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a new value of a weight into its existing tensors; return whether the value's codes
+    """Encode a new value of a weight into its existing tensors. Return whether the value's codes
     fitted.
 
     If the value did not fit, the contents of these tensors are invalid, and the caller must
-    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait: they
-    return an `Outcome`, which tells later whether the value fitted. Until then no code may read the
-    coded tensors, and without a spill buffer (memory for values whose codes do not fit) the caller
-    must keep the dense value. A lossy codec raises an error for values that are not finite.
+    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These
+    codecs return an `Outcome`, which tells later whether the value fitted. Until then no code may
+    read the coded tensors. Without a spill buffer (memory for values whose codes do not fit), the
+    caller must keep the dense value until then. A lossy codec raises an error for values that are
+    not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -248,10 +249,10 @@ def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
     An inner compiler sees `F.linear`: it may split off the bias, and it calls `F.linear` with less
-    overhead than a custom op. The op that decodes gets x as its argument `at`, so the
-    compiler can neither decode a weight before its layer's input x exists, nor decode a weight only
-    once if several layers share it. For weights that require gradients, inputs with unusual strides
-    are copied into contiguous rows.
+    overhead than a custom op. The op that decodes gets x as its argument `at`. So the compiler
+    cannot decode a weight before its layer's input x exists. Nor can the compiler decode a weight
+    only once for several layers that share the weight. For weights that require gradients, inputs
+    with unusual strides are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):
@@ -360,7 +361,7 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     product.
 
     An activation checkpoint stops its recomputation as soon as it has saved all tensors that the
-    forward pass saved: with `F.linear`, it stops before the last product of the
+    forward pass saved. With `F.linear`, the recomputation stops before the last product of the
     checkpointed block. A custom op's autograd formula, however, saves operands only after the op
     has run. So this function creates two autograd nodes: one saves the operands, the other
     multiplies. A tensor without memory connects the two nodes.

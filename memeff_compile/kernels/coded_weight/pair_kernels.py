@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share, for pairs of weights in one 32-bit word,
-for patches (weights stored whole), and for histograms.
+"""Device functions that the kernels of all codecs share. The functions process pairs of weights in
+one 32-bit word, patches (weights stored whole), and histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
-of each weight come from one byte; the kernel inserts the exponents between sign and mantissa, for
+of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
 both weights at once.
 """
 
@@ -74,8 +74,10 @@ def _rounded_bits(value):
 
 @triton.jit
 def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it; `rate` is
-    -lr."""
+    """Return weight - lr * gradient as bf16 bits, rounded as torch.optim.SGD rounds it.
+
+    `rate` is -lr.
+    """
     if HAS_DECAY:
         gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
             tl.float32, bitcast=True
@@ -85,15 +87,19 @@ def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def _bits_or_nan(value):
-    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word; NaN becomes
-    the bits that a GPU's cast gives."""
+    """Return an fp32 value rounded to bf16, as bits in the low half of a 32-bit word.
+
+    NaN becomes the bits that a GPU's cast gives.
+    """
     return tl.where(value == value, _rounded_bits(value), 0x7FFF)
 
 
 @triton.jit
 def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
-    """Return two bf16 weights in one 32-bit word after an optimizer step; their gradients are
-    passed in one word too."""
+    """Return two bf16 weights in one 32-bit word after an optimizer step.
+
+    The gradients of both weights are passed in one word too.
+    """
     low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
     high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
     return low | (high << 16)
@@ -134,8 +140,8 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word,
-    and round to nearest, ties to even.
+    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word.
+    The products are rounded to nearest, ties to even.
 
     The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
     -0.0 into 0.0.
@@ -152,8 +158,10 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return the result of `scaled_pair` for finite numbers; without PACKED, compute it by ordinary
-    operations instead of one instruction for both numbers.
+    """Return the result of `scaled_pair` for finite numbers.
+
+    Without PACKED, compute the result by ordinary operations instead of one instruction for both
+    numbers.
     """
     if PACKED:
         found = scaled_pair(pair, scale)
@@ -165,8 +173,10 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa bits of eight weights; the bits of neighbouring weights are 16
-    positions apart."""
+    """Return the sign and mantissa bits of eight weights.
+
+    The bits of neighbouring weights are 16 positions apart.
+    """
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
     if FIELD == 1:
@@ -191,8 +201,11 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load one 7-bit normaliser (scale) for each group: that of the weights of the first (HALF is
-    0) or the last (HALF is 1) sixteen threads of a warp."""
+    """Load one 7-bit normaliser (scale) for each group.
+
+    The normaliser belongs to the weights of the first (HALF is 0) or the last (HALF is 1) sixteen
+    threads of a warp.
+    """
     if BLOCK >= 256:
         at = group // (BLOCK // 256)
     else:
@@ -228,7 +241,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Overwrite decoded weights with the patches (weights stored whole); the program has stored
+    """Overwrite decoded weights with the patches (weights stored whole). The program has stored
     `WEIGHTS` decoded weights, from index `first` on.
 
     `first_patches` has already loaded the first of these patches.
@@ -278,7 +291,9 @@ def _coded_weight_pair_patches_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write the patches (weights stored whole) of one chunk of weights in order, for the codec
-    `tier`; patches beyond the end of the list are dropped.
+    `tier`.
+
+    The kernel drops patches beyond the end of the list.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
@@ -301,8 +316,9 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write, to the header of a spill buffer (memory for weights whose codes do not fit), the
-    length that a list needs, as two 16-bit words.
+    """Write the length that a list needs, as two 16-bit words, to the header of a spill buffer.
+
+    The spill buffer is memory for weights whose codes do not fit.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -320,8 +336,10 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write, to a spill buffer (memory for weights whose codes do not fit), the lengths that COUNT
-    lists need; if a list was too short, also write the weight's value there.
+    """Write, to a spill buffer, the lengths that COUNT lists need.
+
+    The spill buffer is memory for weights whose codes do not fit. If a list was too short, also
+    write the weight's value there.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
@@ -341,7 +359,7 @@ def _coded_weight_pair_shelter_kernel(
 def _coded_weight_pair_histogram_kernel(
     weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the exponents in one of every `every` runs; a run is a stretch of BLOCKS * BLOCK
+    """Count the exponents in one of every `every` runs. A run is a stretch of BLOCKS * BLOCK
     consecutive weights.
 
     The counts do not depend on the order of the programs.

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for weights of the codec `win4` whose coded tensors lie in one allocation per weight; one
+"""Kernels for weights of the codec `win4` whose coded tensors lie in one allocation per weight. One
 launch applies the optimizer step to several weights and encodes them again.
 
 For a small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
-positions of a weight's tensors inside its allocation follow from the weight's size, so a kernel
+positions of a weight's tensors inside its allocation follow from the weight's size. So a kernel
 takes one pointer per weight (the module `layout` computes the positions).
 """
 
@@ -20,12 +20,14 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 
 @triton.jit
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
-    """Return a tuple that describes the weight on which a program of the kernel works.
+    """Return a tuple that describes the weight on which a program of the kernel works:
 
-    The tuple contains the weight's index, the program's index within the weight, the allocation,
-    the values, the number of chunks, the number of chunks of earlier weights, and the number of
-    patches (elements stored whole) for which the allocation has space. Only this function branches
-    on the weight's index, so that the kernel's other code is compiled once, not once per weight.
+    - the weight's index, and the program's index within the weight;
+    - the allocation, the values, the number of chunks, and the number of chunks of earlier weights;
+    - the number of patches (elements stored whole) for which the allocation has space.
+
+    Only this function branches on the weight's index, so that the kernel's other code is compiled
+    once, not once per weight.
     """
     number = 0
     begin = 0

@@ -1,5 +1,6 @@
-"""The optimizer step on compressed weights (codec `win4`), for several weights in one launch; each
-weight's coded tensors lie in one allocation.
+"""The optimizer step on compressed weights (codec `win4`), for several weights in one launch.
+
+Each weight's coded tensors lie in one allocation.
 """
 
 from __future__ import annotations
@@ -119,8 +120,10 @@ def _run(
 
 
 def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the decoded bf16 weight; the memory of the result may be slightly larger than the
-    weight."""
+    """Return the decoded bf16 weight.
+
+    The memory of the result may be slightly larger than the weight.
+    """
     how, size, strides, is_whole = _decoding(piece.numel(), *shape)
     with on_device(piece):
         out = compat.empty_bf16(size, strides, piece)
@@ -165,8 +168,10 @@ class Outcomes:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Wait for the GPU; return the indices of the weights whose codes did not fit, and the bit
-        patterns of these weights."""
+        """Return the indices and the bit patterns of the weights whose codes did not fit.
+
+        The function waits for the GPU.
+        """
         if self._event is not None:
             self._event.synchronize()
         needed = self._refuge[:HEADING].view(torch.int32).tolist()
@@ -207,7 +212,7 @@ def list_patches(
     launch.
 
     If the codes of a weight do not fit into its allocation, the weight's value is in the spill
-    buffer, and the allocation is invalid.
+    buffer (`refuge`). The allocation is then invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

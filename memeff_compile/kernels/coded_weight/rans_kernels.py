@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec rans: one warp decodes a chunk of weights from 32 interleaved streams;
-each thread decodes one symbol (an exponent) per step.
+"""GPU kernels of the codec rans: one warp decodes a chunk of weights from 32 interleaved streams.
 
-The words that a warp reads in one step are contiguous, so a prefix sum over the warp gives the
-position of each thread's next word.
+Each thread decodes one symbol (an exponent) per step. The words that a warp reads in one step are
+contiguous. So a prefix sum over the warp gives the position of each thread's next word.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each
 
 @triton.jit
 def _next(state, place, header_ptr, words_ptr):
-    """Decode one symbol (an exponent) per thread of a warp; return the symbols, the decoder states,
-    and the position of the next words."""
+    """Decode one symbol (an exponent) per thread of a warp.
+
+    Return the symbols, the decoder states, and the position of the next words.
+    """
     slot = tl.load(header_ptr + (state & 1023).to(tl.int32)).to(tl.uint32, bitcast=True)
     state = (((slot >> 8) & 0xFFF) + 1) * (state >> 10) + (slot >> 20)
     needs = state < 65536
@@ -101,7 +102,7 @@ def _coded_weight_rans_encode_kernel(
     WARPS: tl.constexpr,
 ):
     """Encode as many chunks of weights as the program has warps. In one step, each thread of a warp
-    encodes one weight; the kernel begins with a chunk's last step, because decoding runs in the
+    encodes one weight. The kernel begins with a chunk's last step, because decoding runs in the
     reverse order.
 
     If COUNT is set, the kernel only counts the words that the encoded chunk needs.

@@ -51,8 +51,9 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int64; the weights are read in runs
-    (stretches of consecutive weights), of which only one in `every` is counted.
+    """Return how often each of the 256 exponents occurs, as int64.
+
+    The weights are read in runs of consecutive weights. Only one run in `every` is counted.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
@@ -93,7 +94,7 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
     """Pack a flat tensor of sign and mantissa fields, of `bits` bits each, in the order that
     kernels read.
 
-    Fields of eight bits take two words per thread of a warp; each word contains two pairs of
+    Fields of eight bits take two words per thread of a warp. Each word contains two pairs of
     fields, one in its even bytes and one in its odd bytes. Smaller fields of one thread of a warp
     follow one another, in 8, 16 or 32 bits.
     """
@@ -133,8 +134,10 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches (weights stored whole); the list itself may have spare
-    space after them."""
+    """Return the flat indices of the patches (weights stored whole).
+
+    The list itself may have spare space after the patches.
+    """
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
     return chunks * CHUNK + places[: chunks.numel()]
@@ -146,7 +149,7 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Encode exponents in 4 bits; return all coded tensors except the signs and mantissas.
 
-    Code 0 means a zero of either sign; a weight whose exponent is outside of the window (the range
+    Code 0 means a zero of either sign. A weight whose exponent is outside of the window (the range
     of exponents that have codes) is stored whole, as a patch.
     """
     header = win4_header(counts)
@@ -182,7 +185,7 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
     whether the weight is stored whole (a patch).
 
     Code 3 in the first two windows means that the exponent has no code in this window, and the next
-    window's code counts; code 15 in the last window means exponent 0.
+    window's code counts. Code 15 in the last window means exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -199,16 +202,20 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values. A warp's
-    32 words cover 512 values in a row; each word has two neighbouring values from each eighth of
-    these 512 values."""
+    """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values.
+
+    A warp's 32 words cover 512 values in a row. Each word has two neighbouring values from each
+    eighth of these 512 values.
+    """
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack, for each chunk, the codes of one bit stream; return the words, and the number of words
-    per chunk."""
+    """Pack, for each chunk, the codes of one bit stream.
+
+    Return the words, and the number of words per chunk.
+    """
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
     rank = is_in.cumsum(1) - 1
@@ -224,8 +231,10 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return the same kinds of tensors as
-    `encode_win4`."""
+    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits.
+
+    Return the same kinds of tensors as `encode_win4`.
+    """
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
     for piece in _pieces(patterns.numel()):
@@ -279,8 +288,11 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return a table of 1024 slots, each with an exponent (8 bits), its frequency minus one (12
-    bits), and the slot's position among the exponent's slots (12 bits)."""
+    """Return a table of 1024 slots.
+
+    Each slot has an exponent (8 bits), its frequency minus one (12 bits), and the slot's position
+    among the exponent's slots (12 bits).
+    """
     table = []
     for exponent, slots in enumerate(frequencies(counts)):
         for place in range(slots):
@@ -290,8 +302,10 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, steps, 32 threads); of each 256 values, a thread has eight,
-    in eight consecutive steps."""
+    """Reshape flat values to (chunks, steps, 32 threads).
+
+    Of each 256 values, a thread has eight, in eight consecutive steps.
+    """
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
 

@@ -3,10 +3,10 @@
 decode the weights themselves.
 
 A win4 code is a weight's exponent minus the number `base`. The kernel uses the code itself as the
-exponent of a number, and then multiplies this tiny number by 2^base; code 0 without mantissa bits
+exponent of a number, and then multiplies this tiny number by 2^base. Code 0 without mantissa bits
 is zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
 weight's block. One instruction multiplies and rounds both weights of a pair word (a 32-bit word of
-two bf16 weights), so the kernel multiplies x by exactly the weights that decoding would give.
+two bf16 weights). So the kernel multiplies x by exactly the weights that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -33,8 +33,10 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return where some rows of the weight are stored (first chunk, number of chunks, position in
-    the first chunk), and the range of their patches (weights stored whole).
+    """Return where some rows of the weight are stored, and the range of their patches.
+
+    Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. Patches are weights stored whole.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -55,7 +57,7 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of each patch (a weight stored whole); rows are counted from the
+    """Return the row and column of each patch (a weight stored whole). Rows are counted from the
     program's first row.
 
     A patch before the program's first row gets row -1.
@@ -199,8 +201,10 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes and the sign and mantissa fields of some groups of weights of each row, (ROWS,
-    GROUPS, 32), and the groups' normalisers (scales).
+    """Load the codes, and the sign and mantissa fields, of some groups of weights of each row,
+    (ROWS, GROUPS, 32).
+
+    Also load the groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
@@ -311,8 +315,9 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width; the order of each sum is the same as
-    in `_coded_weight_row_win4_kernel`.
+    """Multiply one token by 2 or 3 weights of the same width.
+
+    The order of each sum is the same as in `_coded_weight_row_win4_kernel`.
     """
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])

@@ -47,8 +47,9 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile of the kernel for more than a few tokens on Hopper GPUs, in which a program decodes
-    each weight once for all its tokens.
+    """The tile of the kernel for more than a few tokens on Hopper GPUs.
+
+    A program decodes each weight once for all its tokens.
     """
 
     rows: int  # 64 or 128, of the weight
@@ -135,8 +136,10 @@ LEAST_FULL = 0.6
 
 def _fills_rounds(programs: int, places: int) -> bool:
     """Return whether the given number of programs is enough to keep busy a GPU that runs up to
-    `places` programs at the same time. The result is true if all programs run at the same time, or
-    if they run in several rounds whose programs together use most of these `places`.
+    `places` programs at the same time. The result is true in two cases:
+
+    - All programs run at the same time.
+    - They run in several rounds whose programs together use most of these `places`.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places
@@ -239,8 +242,11 @@ converts all of x. With more columns this takes longer than it saves."""
 
 
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
-    """Return whether one token is multiplied in fp16; this requires that normalisers (scales) cover
-    whole groups of weights, and that x has few enough columns."""
+    """Return whether one token is multiplied in fp16.
+
+    Fp16 requires that normalisers (scales) cover whole groups of weights, and that x has few enough
+    columns.
+    """
     return block >= GROUP and columns <= MOST_HALVES[mantissa]
 
 
@@ -250,7 +256,7 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
     The weights for queries, keys and values of usual models get the same tile, so that one launch
     multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
     for weights of other sizes. With more than 32 groups of columns, four warps are enough for any
-    number of rows: eight warps were 10 % slower for a weight of 4096 x 14336.
+    number of rows. Eight warps were 10 % slower for a weight of 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     if groups > 32:

@@ -1,8 +1,8 @@
 """Pack the lists of many compressed weights into a few large allocations.
 
-Some elements of a weight have an exponent without a code; a codec stores these elements whole, in
+Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
 lists of irregular length. If each list had its own allocation, PyTorch's allocator would round the
-list's size up, by as much as one MiB; for weights of Llama-3-8B's shape with the codec `tier`, this
+list's size up, by as much as one MiB. For weights of Llama-3-8B's shape with the codec `tier`, this
 rounding costs 71 MiB. In a shared allocation, lists are stored without gaps.
 """
 
@@ -37,11 +37,11 @@ def side_by_side(
     """Move the lists of several compressed weights into a few shared allocations, with spare memory
     after each list.
 
-    The function copies the lists of one weight after another into a new allocation, and frees a
-    weight's old lists after copying them, so one extra allocation is needed temporarily. The
-    weights may have different codecs and devices, and their values do not change. The function also
-    adds spare memory to a list that already has spare memory. A weight whose coded tensors lie in
-    one allocation stays where it is.
+    The function copies the lists of one weight after another into a new allocation. The function
+    frees a weight's old lists after copying them, so one extra allocation is needed temporarily.
+    The weights may have different codecs and devices, and their values do not change. The function
+    also adds spare memory to a list that already has spare memory. A weight whose coded tensors lie
+    in one allocation stays where it is.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

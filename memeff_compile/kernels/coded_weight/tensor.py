@@ -3,7 +3,7 @@ weight's codes.
 
 An operation without special support first decodes the weight. A linear layer calls
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
-raise an error, because no dense memory exists to write to; only `copy_` of a whole new value works:
+raise an error, because no dense memory exists to write to. Only `copy_` of a whole new value works:
 the value is encoded. A view is a decoded copy, and in-place writes to a view raise an error too.
 """
 
@@ -46,8 +46,8 @@ class Unsettled:
     """A new value of a weight, until it is known whether its codes fitted into the memory of the
     old codes.
 
-    If the codes did not fit, the value is encoded again, either from the spill buffer (memory for
-    values whose codes do not fit) or from the dense value, which is kept until then.
+    If the codes did not fit, the value is encoded again. The value comes from the spill buffer
+    (memory for values whose codes do not fit) or from the dense value, which is kept until then.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -98,7 +98,7 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights that are encoded together; each weight's coded tensors lie in
+    """New values of several weights that are encoded together. Each weight's coded tensors lie in
     one allocation. Apart from this, the class is like `Unsettled`.
 
     This object keeps the weights' gradients until `encode` is called. All code must call `encode`
@@ -141,7 +141,7 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights; a weight whose codes do not fit is written to the spill
+        """Update and encode the weights. A weight whose codes do not fit is written to the spill
         buffer `refuge`.
 
         Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
@@ -366,8 +366,10 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
-        """Encode a new value of the whole weight in place; a value of another dtype is first cast
-        to bf16."""
+        """Encode a new value of the whole weight in place.
+
+        A value of another dtype is first cast to bf16.
+        """
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
                 f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
@@ -396,7 +398,7 @@ class CodedWeight(Tensor):
         fitted.
 
         Call `settle` on the result; code that reads the weight also calls `settle`. Raise
-        CodedWeightError if memory runs out while the codes are written: the dense value is then
+        CodedWeightError if memory runs out while the codes are written. The dense value is then
         kept, and encoded when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
@@ -420,7 +422,7 @@ class CodedWeight(Tensor):
         """Overwrite a gradient, for which `steps` has returned True, with the weight after an
         optimizer step, like `codecs.step`.
 
-        The weight is invalid until `store_soon` has stored the new value; pass this function's
+        The weight is invalid until `store_soon` has stored the new value. Pass this function's
         result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
@@ -580,8 +582,10 @@ class CodedWeight(Tensor):
 
 
 class CodedWeightView(Tensor):
-    """A view of a compressed weight: decoded values that are read-only; a write to them raises an
-    error."""
+    """A view of a compressed weight: decoded values that are read-only.
+
+    A write to the values raises an error.
+    """
 
     how_to_leave_dense = HOW_TO_LEAVE_DENSE
 
@@ -619,8 +623,10 @@ class CodedWeightView(Tensor):
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy of the values as a tensor of another class, because writes to a tensor of
-        that class would not raise an error."""
+        """Return a copy of the values as a tensor of another class.
+
+        The result is a copy because writes to a tensor of that class would not raise an error.
+        """
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
@@ -650,8 +656,10 @@ def _is_piece_of_more(part: Tensor) -> bool:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on decoded values; results that share memory with the decoded values raise an error
-    on writes."""
+    """Run an op on decoded values.
+
+    Results that share memory with the decoded values raise an error on writes.
+    """
     leaves, spec = compat.pytree.tree_flatten((args, kwargs))
     memory = set()
     for place, each in enumerate(leaves):
@@ -700,8 +708,10 @@ def _rebuild(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Run a linear layer as this package's op, with autocast's casts; return None if the op does
-    not support the layer."""
+    """Run a linear layer as this package's op, with autocast's casts.
+
+    Return None if the op does not support the layer.
+    """
     if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
         return None
     kind = x.device.type

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec `tier`: a thread decodes sixteen weights, with one 2-bit code each from
+"""GPU kernels of the codec `tier`. A thread decodes sixteen weights, with one 2-bit code each from
 a first stream, and further bits from a second and a third stream.
 
 A 2-bit code of 3 means that the weight has more bits in the second stream. So a thread's position
-in the second stream is the number of 2-bit codes equal to 3 in all words before the thread's own
-word. The kernel finds this position with one bit count and one prefix sum per sixteen weights. A
-second bit count and a second prefix sum give the thread's position in the third stream.
+in the second stream is the number of 2-bit codes equal to 3 before the thread's own word. The
+kernel finds this position with one bit count and one prefix sum per sixteen weights. A second bit
+count and a second prefix sum give the thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream, starting at bit `at`; the caller uses at most 33 of these
-    bits."""
+    """Return 64 bits of a stream from bit `at` on.
+
+    The caller uses at most 33 of these bits.
+    """
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
@@ -180,8 +182,11 @@ def _coded_weight_tier_decode_kernel(
 
 @triton.jit
 def _codes(pattern, windows):
-    """Return the codes of a 16-bit weight pattern in all three windows (ranges of exponents that
-    have codes), and its byte of sign and mantissa."""
+    """Return the codes of a 16-bit weight pattern in all three windows, and its byte of sign and
+    mantissa.
+
+    A window is a range of exponents that have codes.
+    """
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow
@@ -224,8 +229,10 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one weight pattern to earlier codes; return all codes, and the byte of
-    sign and mantissa."""
+    """Append the codes of one weight pattern to earlier codes.
+
+    Return all codes, and the byte of sign and mantissa.
+    """
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)

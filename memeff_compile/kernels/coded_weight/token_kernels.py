@@ -1,21 +1,21 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon; the
+"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon. The
 kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
-4-bit exponent code and at most 3 mantissa bits is an fp16 number, so one instruction assembles the
+4-bit exponent code and at most 3 mantissa bits is an fp16 number. So one instruction assembles the
 bits of four weights, and another instruction turns the bits of two weights into fp16 numbers. The
 kernel multiplies the sum of products over each group by the group's normaliser (scale), instead of
 multiplying each weight by the normaliser.
 
 x is converted to fp16 as well, divided by a power of two such that its largest number is just below
-2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits; their error is at
-most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 columns; all 8 columns
-are the same token.
+2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits. The error of such
+numbers is at most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 columns;
+all 8 columns are the same token.
 
 The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
-group of 256 columns contains the eight columns 128 i + 64 o + 2 w + h, with i, o and h each 0 or 1;
-from every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
+group of 256 columns contains the eight columns `128 i + 64 o + 2 w + h`, with i, o and h each 0 or
+1. From every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
 
 Variable names have the same meaning as in `matrix_kernels`.
 """
@@ -116,8 +116,10 @@ def _numbers(codes, fields, FIELD: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, layout: gl.constexpr):
-    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand; no data
-    moves between registers."""
+    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand.
+
+    No data moves between registers.
+    """
     low = pair.to(gl.int16).to(gl.float16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     joined = gl.join(low, high).reshape([pair.shape[0], pair.shape[1], 2 * pair.shape[2]])
@@ -246,8 +248,9 @@ def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
 def _coded_weight_token_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width; each product is summed in the same
-    order as in a separate call.
+    """Multiply one token by 2 or 3 weights of the same width.
+
+    Each product is summed in the same order as in a separate call.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS

@@ -2,9 +2,9 @@
 """GPU kernels of the codec win4: decoding, encoding, and the kernels that run before and after
 products of several tokens.
 
-A 32-bit word of codes contains the exponents of eight weights; two words of signs contain their
-signs and mantissas. No weight depends on its neighbours, so kernels need only about ten operations
-per weight.
+A 32-bit word of codes contains the exponents of eight weights. Two words of signs contain the
+weights' signs and mantissas. No weight depends on its neighbours, so kernels need only about ten
+operations per weight.
 
 In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
 32-bit words of codes.
@@ -38,7 +38,7 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of two neighbouring weights, shifted to their bit positions; code 0
+    """Return the exponents of two neighbouring weights, shifted to their bit positions. Code 0
     gives exponent 0.
 
     The caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
@@ -50,8 +50,10 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Decode words of codes, with the signs and mantissas at the same positions; return four 32-bit
-    words of two weights each."""
+    """Decode words of codes, with the signs and mantissas at the same positions.
+
+    Return four 32-bit words of two weights each.
+    """
     even, odd = tl.load(signs), tl.load(signs + 32)
     pair_0 = even_bytes(even) | _exponents(codes, base, 0)
     pair_1 = odd_bytes(even) | _exponents(codes, base, 1)
@@ -119,8 +121,10 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode lossy weights, eight per word of codes; `row_kernels` explains the power of two that
-    scales the codes."""
+    """Decode lossy weights, eight per word of codes.
+
+    `row_kernels` explains the power of two that scales the codes.
+    """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     first = program.to(tl.int64) * C.WORDS
@@ -145,8 +149,10 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and 1 if the
-    weight must be stored whole (a patch), else 0."""
+    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and a flag.
+
+    The flag is 1 if the weight must be stored whole (a patch), else 0.
+    """
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
     is_coded = (code > 0) & (code < 16)
@@ -157,8 +163,10 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return the codes of a pair of weights at their bit positions in a word, their bytes of sign
-    and mantissa, and the number of patches (weights stored whole) in the pair.
+    """Return the codes of a pair of weights at their bit positions in a word, and their bytes of
+    sign and mantissa.
+
+    Also return the number of patches (weights stored whole) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -178,7 +186,7 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes, signs and mantissas of one chunk of weights; count the chunk's patches
+    """Write the codes, signs and mantissas of one chunk of weights. Count the chunk's patches
     (weights stored whole) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
@@ -263,7 +271,7 @@ def list_chunks(
 
     The kernel drops patches (weights stored whole) that do not fit into their lists. If patches are
     dropped, the weight is also written to the spill buffer (memory for weights whose codes do not
-    fit), and the start indices stay inside the lists, so that decoding reads no other memory.
+    fit). The start indices then stay inside the lists, so that decoding reads no other memory.
     Without a spill buffer, the last start index is the length that the lists of patches need.
     """
     starts_ptr, places_ptr, values_ptr = lists

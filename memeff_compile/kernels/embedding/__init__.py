@@ -3,10 +3,10 @@ embedding table.
 
 The lookup itself is `aten.embedding`; only the gradient is computed differently. PyTorch's
 compilers scatter the gradient with atomic additions into an fp32 buffer as large as the table (V x
-D), round that buffer to 16 bits, and, if an output projection shares the weight, add it to that
-projection's gradient. This package's ops sort the token ids, sum the gradients of each distinct id
-in fp32 in a fixed order, round each sum once, and add it to a row of the table's gradient, so they
-need no other buffer as large as the table.
+D). Then the compilers round that buffer to 16 bits. If an output projection shares the weight, the
+compilers add the buffer to that projection's gradient. This package's ops sort the token ids, and
+sum the gradients of each distinct id in fp32 in a fixed order. The ops round each sum once, and add
+it to a row of the table's gradient. So the ops need no other buffer as large as the table.
 
 - `embedding` looks rows up; its backward pass returns the gradient of the table.
 - `embedding_tied` also returns the table, for an output projection that shares it. Its backward

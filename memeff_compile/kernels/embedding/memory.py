@@ -1,7 +1,7 @@
-"""The bytes that an embedding's gradient needs without and with this package's ops, as formulas in
-N (tokens looked up), D (hidden size) and V (table rows).
+"""The bytes that an embedding's gradient needs without and with this package's ops.
 
-The formulas do not count the inputs, nor the one returned gradient of the table.
+The formulas use N (tokens looked up), D (hidden size) and V (table rows). The formulas do not count
+the inputs, nor the one returned gradient of the table.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -
     """Return the bytes of the partial sums that exist at the same time.
 
     The implementation `sorted` has two fp32 partial sums per chunk of 32 tokens. The implementation
-    `reference` sums a block of columns at a time, and has four fp32 matrices (fp64 for fp64 inputs)
-    with N rows and the columns of one block.
+    `reference` sums a block of columns at a time. `reference` has four fp32 matrices (fp64 for fp64
+    inputs) with N rows and the columns of one block.
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

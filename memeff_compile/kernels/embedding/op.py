@@ -11,8 +11,8 @@ autograd passes two gradients to the lookup's backward pass: the gradient of the
 the gradient of the output projection's weight. The backward pass adds the first gradient to the
 second in place, so the table needs only one gradient buffer.
 
-With `first_row`, `embedding` and `embedding_tied` treat the weight as one rank's shard of a table;
-the shard starts at row `first_row`. Ids whose rows other ranks store get zeros in the lookup, and
+With `first_row`, `embedding` and `embedding_tied` treat the weight as one rank's shard of a table.
+The shard starts at row `first_row`. Ids whose rows other ranks store get zeros in the lookup, and
 no gradient.
 """
 
@@ -57,16 +57,19 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 class _Places(NamedTuple):
-    """The map from token ids to rows of a weight; the weight is the whole table or one rank's shard
-    of it."""
+    """The map from token ids to rows of a weight.
+
+    The weight is the whole table or one rank's shard of it."""
 
     vocab: int | torch.SymInt  # rows of the weight
     padding_idx: int  # an id, or -1
     first_row: int | None  # the id of the weight's first row, where other ranks hold other rows
 
     def of(self, ids: Tensor) -> tuple[Tensor, int]:
-        """Return the row index of each id in this rank's weight, or -1 if another rank stores the
-        row; also return the row index of `padding_idx`.
+        """Return the row index of each id in this rank's weight, and the row index of
+        `padding_idx`.
+
+        The index of an id is -1 if another rank stores the row.
         """
         if self.first_row is None:
             return ids, self.padding_idx

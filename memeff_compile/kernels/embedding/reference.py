@@ -1,9 +1,9 @@
-"""The reference implementation in plain PyTorch: sort the ids, sum the gradient rows of each id,
-and add each sum to a row of the table's gradient.
+"""The reference implementation in plain PyTorch.
 
-This implementation works on any device, never waits for a GPU, and always sums in the same order.
-The implementation needs no buffer as large as the table, because it sums a few columns at a time
-for all tokens.
+The implementation sorts the ids, sums the gradient rows of each id, and adds each sum to a row of
+the table's gradient. This implementation works on any device, never waits for a GPU, and always
+sums in the same order. The implementation needs no buffer as large as the table, because it sums a
+few columns at a time for all tokens.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def layout_of(table: Any, ids: Any) -> Layout | None:
     """Return the layout of a lookup's result, which is the same on all ranks.
 
     Return None if DTensor would first send ids or rows of the table between ranks. The table is a
-    DTensor; the ids are a DTensor, or a plain tensor that is equal on all ranks.
+    DTensor. The ids are a DTensor, or a plain tensor that is equal on all ranks.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

@@ -4,12 +4,12 @@ Triton kernels.
 This implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and launches do not depend on the number
-of distinct ids, so a CUDA graph can capture the calls. The kernels sum without atomic operations,
+of distinct ids. So a CUDA graph can capture the calls. The kernels sum without atomic operations,
 and the order of the terms is fixed by a stable sort of the ids.
 
-On an H200 with N, D = 16384, 2048 in bf16, the kernels read 64 MiB of gradients and read and write
-at most 128 MiB of the table's gradient. At 4.28 TB/s, these bytes take 0.05 ms. Sorting 16384 ids
-takes additional time.
+On an H200 with N, D = 16384, 2048 in bf16, the kernels read 64 MiB of gradients. The kernels read
+and write at most 128 MiB of the table's gradient. At 4.28 TB/s, these bytes take 0.05 ms. Sorting
+16384 ids takes additional time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     in fp32 and rounded once.
 
     The arguments are the same as for `reference.accumulate`, in bf16, fp16 or fp32, with any
-    strides. An id that is negative, or at least V, is ignored; the forward lookup has already
+    strides. An id that is negative, or at least V, is ignored. The forward lookup has already
     raised an error for such an id.
     """
     from . import sorted_rows_kernels as kernels

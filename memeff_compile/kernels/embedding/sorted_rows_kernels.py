@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The two kernels of the implementation `sorted`, which sum the gradients of each run (all tokens
-with one id): one kernel for the runs inside one chunk, one for the runs that cross chunks.
+with one id).
 
-After the sort, the tokens of a run are neighbours. A chunk is CHUNK consecutive positions in sorted
-order. The program for a chunk sums and writes each run that lies completely inside the chunk. For a
-run that extends over several chunks, each of these chunks writes a partial sum, and the second
-kernel adds the partial sums in order. So the GPU sums even a run that contains half of the batch's
-tokens in parallel. Sums are fp32 in a fixed order, so every execution gives the same bits.
+One kernel is for the runs inside one chunk, one for the runs that cross chunks. After the sort, the
+tokens of a run are neighbours. A chunk is CHUNK consecutive positions in sorted order. The program
+for a chunk sums and writes each run that lies completely inside the chunk. For a run that extends
+over several chunks, each of these chunks writes a partial sum. The second kernel adds the partial
+sums in order. So the GPU sums even a run that contains half of the batch's tokens in parallel. Sums
+are fp32 in a fixed order, so every execution gives the same bits.
 
 In variable names, places are positions in the sorted tokens (N), and columns are features (D).
 """
@@ -127,7 +128,8 @@ def _embedding_sorted_rows_borders_kernel(
 
 
 def block_for(depth: int, largest: int) -> int:
-    """Return how many columns a program processes, such as 128 for a `depth` of 64, and 1024 for a
-    `depth` of 2304, if `largest` is 1024.
+    """Return how many columns a program processes.
+
+    If `largest` is 1024, the result is 128 for a `depth` of 64, and 1024 for a `depth` of 2304.
     """
     return min(largest, max(128, 1 << (depth - 1).bit_length()))

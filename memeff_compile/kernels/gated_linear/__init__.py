@@ -1,8 +1,8 @@
-"""A linear layer applied to the gated product act(gate) * up; its backward pass overwrites gate and
-up with their gradients.
+"""A linear layer applied to the gated product act(gate) * up, with a backward pass that works in
+place.
 
 The backward pass of a gated MLP's last linear computes three tensors of size (tokens, intermediate
-size) from three others. The three inputs are gate, up and the product's gradient; the three results
+size) from three others. The three inputs are gate, up and the product's gradient. The three results
 are the product act(gate) * up (for the weight's gradient) and the gradients of gate and up. In
 Inductor's fused kernel, all six tensors exist at once. This op's kernel works in place: it writes
 its three results over its three inputs.

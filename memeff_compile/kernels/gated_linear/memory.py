@@ -1,8 +1,8 @@
-"""The bytes that a gated MLP's backward pass needs without and with this package's op, as formulas
-in N (tokens) and I (intermediate size).
+"""The bytes that a gated MLP's backward pass needs without and with this package's op.
 
-The formulas count the tensors of size (N, I) that exist at once while the backward pass computes
-the product and the gradients of gate and up.
+The formulas are in N (tokens) and I (intermediate size). The formulas count the tensors of size (N,
+I) that exist at once during a part of the backward pass. This part computes the product and the
+gradients of gate and up.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ tensors, autograd.
 
 The forward pass has no side effects and saves gate, up and the weight. The backward pass copies
 gate and up and calls `gated_linear_backward`, which overwrites the copies with the gradients. The
-GPU's matrix library computes the matrix products; this folder's kernels compute the elementwise
+GPU's matrix library computes the matrix products. This folder's kernels compute the elementwise
 steps between these products.
 """
 

@@ -1,8 +1,8 @@
-"""The bytes that attention over a cache needs without and with this package's op, as formulas in B
-(sequences), H (query heads), N (the cache's length), M (queries) and D (head dimension).
+"""The bytes that attention over a cache needs without and with this package's op.
 
-Each of these letters may be a symbol or a number. The formulas do not count the cache, the queries
-and the output.
+The formulas use B (sequences), H (query heads), N (the cache's length), M (queries) and D (head
+dimension). Each of these letters may be a symbol or a number. The formulas do not count the cache,
+the queries and the output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def bytes_after(
     """Return the bytes of the fp32 partial results that the kernel's programs write.
 
     `splits` is the result of `splits_for`, the number of programs among which the keys of a query
-    are divided; a single program writes no partial result.
+    are divided. A single program writes no partial result.
     """
     if splits == 1:
         return sympy.Integer(0)

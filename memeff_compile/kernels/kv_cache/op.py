@@ -1,11 +1,11 @@
 """memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, choice of
 implementation, fake tensors.
 
-`kv_cache_append` and `kv_cache_last` are composed of other ops (CompositeImplicitAutograd): the
+`kv_cache_append` and `kv_cache_last` are composed of other ops (CompositeImplicitAutograd). The
 inner compiler sees two in-place writes and fuses them with the ops that compute the keys, including
 the rotary embedding. `kv_cache_attention` is a custom op without side effects. `kv_cache_attention`
-has no backward pass, because it is meant for generation; if a gradient is requested, it raises an
-error.
+has no backward pass, because it is meant for generation. If a gradient is requested, the op raises
+an error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Return the reason why the op does not support a call of attention, or None if it does; `last`
-    may be None."""
+    """Return the reason why the op does not support a call of attention, or None if it does.
+
+    `last` may be None.
+    """
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (
         unlike_heads(named)

@@ -3,7 +3,7 @@ key-value head at a time.
 
 This implementation works on any device and in any floating dtype. If the cache is in CPU memory,
 this implementation reads only the filled positions. If the cache is on a GPU, the CPU would have to
-wait for the number of filled positions, so this implementation reads the whole cache under a mask
+wait for the number of filled positions. So this implementation reads the whole cache under a mask
 instead. Keys and values are never repeated for query heads that share them.
 """
 

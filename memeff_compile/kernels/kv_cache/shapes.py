@@ -1,7 +1,7 @@
 """Choose how the implementation `split` divides the work: keys per tile, and programs per sequence
 and head.
 
-The chosen sizes depend on static sizes, not on the number of cached tokens, so a launch in a CUDA
+The chosen sizes depend on static sizes, not on the number of cached tokens. So a launch in a CUDA
 graph stays valid as the cache fills up.
 """
 
@@ -45,7 +45,7 @@ def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
     """Return the tile's sizes, given the head dimension, element size, rows per tile and GPU.
 
     A pipeline stage is one tile of keys and one tile of values in shared memory. One program fills
-    a multiprocessor's shared memory with its pipeline stages: on an H200 that is 3 to 8 % faster
+    a multiprocessor's shared memory with its pipeline stages. On an H200 that is 3 to 8 % faster
     than three smaller programs.
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
@@ -90,9 +90,11 @@ def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     divided.
 
     A group is one tile of query rows of one sequence and key-value head. The number of programs
-    depends on the cache's length, not on its filled positions; the GPU runs `slots` programs at
-    once. For example, with tiles of 128 keys and 132 programs at once, 8 groups with 32768 keys get
-    16 programs each, and 128 groups with 4096 keys get 1 each.
+    depends on the cache's length, not on its filled positions. The GPU runs `slots` programs at
+    once. Examples with tiles of 128 keys and 132 programs at once:
+
+    - 8 groups with 32768 keys get 16 programs each;
+    - 128 groups with 4096 keys get 1 each.
     """
     tiles = -(-keys // tile)
     return min(

@@ -2,11 +2,11 @@
 programs. This implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
-sizes, so a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
+sizes. So a CUDA graph can capture the calls and replay them while the cache fills up. The kernels
 use no atomic operations, so the same inputs give the same bits.
 
-The lower bound of a launch's time is the time to read the filled keys and values once, which are
-2 * B * Hkv * filled * D elements.
+The lower bound of a launch's time is the time to read the filled keys and values once. The keys and
+values are `2 * B * Hkv * filled * D` elements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan:
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
-    """Return the launch parameters for the sizes (B, H, M, N, D); the parameters do not depend on
+    """Return the launch parameters for the sizes (B, H, M, N, D). The parameters do not depend on
     the number of filled positions.
 
     Without a GPU, this function returns the parameters for an H200.

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two kernels of the implementation `split`: each program of the first attends to a share of
-the keys, and the second combines the partial results.
+"""The two kernels of the implementation `split`. Each program of the first kernel attends to a
+share of the keys. The second kernel combines the partial results.
 
 The rows of a tile are pairs (query, query head) that share one key-value head, so each key and
-value is loaded once. Program i of n processes the key tiles i, i + n, i + 2n and so on, up to the
-last key that any of its rows may attend to. So all programs have equal work, however full the cache
-is, and programs without tiles end immediately. The second kernel sums the partial results in a
-fixed order.
+value is loaded once. Program i of n processes the key tiles i, i + n, i + 2n and so on. The program
+skips the tiles after the last key that any of its rows may attend to. So all programs have equal
+work, however full the cache is, and programs without tiles end immediately. The second kernel sums
+the partial results in a fixed order.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 

@@ -1,9 +1,9 @@
 """A linear layer and cross entropy in one op, which never builds the N x V logits.
 
 As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss from
-the hidden states and the weight of the output projection. This folder contains the op
-memeff::linear_cross_entropy, its implementations, and the formulas for its memory. For
-each row of the hidden states, the op returns five numbers:
+hidden states and the output projection's weight. This folder contains the op
+memeff::linear_cross_entropy, its implementations, and the formulas for its memory. For each row of
+the hidden states, the op returns five numbers:
 
 - `nll`: logsumexp(z) - z[target];
 - `lse`: logsumexp(z), for a z-loss;
@@ -13,12 +13,13 @@ each row of the hidden states, the op returns five numbers:
 
 Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All five
 results but `top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank
-term of the projection: for a LoRA adapter with matrices A and B, low is h A^T times the adapter's
+term of the projection. For a LoRA adapter with matrices A and B, low is h A^T times the adapter's
 scale, and up is B. The op builds neither the sum of the products hidden @ weight.T and low @ up.T,
-nor a copy of the projection's weight. If low and up are fp32 and the weight has 16 bits, as PEFT
-keeps adapters, the products with low and up are computed in fp32, and their gradients from
-unrounded fp32 gradients of the logits. Ordinary ops on N numbers compute the means, the sums, the
-class weights of targets and the label shift, outside of this op.
+nor a copy of the projection's weight. PEFT keeps adapters in fp32, while the weight may have 16
+bits. If low and up are fp32 and the weight has 16 bits, the products with low and up are computed
+in fp32. The gradients of low and up are then computed from unrounded fp32 gradients of the logits.
+Ordinary ops on N numbers compute the means, the sums, the class weights of targets and the label
+shift, outside of this op.
 
 The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
 `hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,

@@ -1,10 +1,10 @@
 """The implementation `hopper`: Triton kernels for every product of the output projection, on GPUs
 of compute capability 9.0.
 
-Below, E is the hidden states (N x D), C the weight (V x D), dE and dC are their gradients, and rows
-are tokens. The forward pass reduces each tile of logits to a maximum and a sum per row, and merges
-these numbers in a fixed order. The tile that contains a row's target also stores the target's
-logit; no other logit is written to memory.
+Below, E is the hidden states (N x D) and C the weight (V x D). Their gradients are dE and dC, and
+rows are tokens. The forward pass reduces each tile of logits to a maximum and a sum per row, and
+merges these numbers in a fixed order. The tile that contains a row's target also stores the
+target's logit. No other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
@@ -20,21 +20,21 @@ once. With the minimal workspace, the logits' gradient and the fp32 sums use the
 memory.
 
 A scalar loss takes three matrix products for each block of rows. The first product writes the
-matrix X in 16 bits, 2RV bytes for R rows and V classes, and computes the rows' statistics in fp32.
-X contains the softmax probabilities up to one factor per row, which the kernels compute later from
-the row's log-sum-exp. The products that compute dE and dC multiply X by operands that contain this
-factor. If a kernel finds a row whose logits are far from the expected range, all logits of the
-row's block are computed again.
+matrix X in 16 bits: 2RV bytes for R rows and V classes. The same product computes the rows'
+statistics in fp32. X contains the softmax probabilities up to one factor per row, which the kernels
+compute later from the row's log-sum-exp. The products that compute dE and dC multiply X by operands
+that contain this factor. If a kernel finds a row whose logits are far from the expected range, all
+logits of the row's block are computed again.
 
 The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
 a hidden size that is a multiple of 8, and a contiguous weight.
 
-On an H200, which reaches 700e12 operations and reads or writes 4.28e12 bytes per second, forward
-plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds:
-the time of four matrix products, and of reading and writing the hidden states' gradient (dE) once
-per block. A scalar loss should take 3 * 2NDV / 700e12 seconds; the lower bounds (at 790e12
-operations per second) and the predictions of this time are:
+An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. On an H200, the
+forward plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12
+seconds. The first term is the time of four matrix products. The second term is the time to read and
+write the hidden states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12
+seconds. The lower bounds (at 790e12 operations per second) and the predictions are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
@@ -196,8 +196,10 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """The backward pass by blocks of classes: each block completes its rows of the weight's
-    gradient (dC), and adds its contribution to the hidden states' gradient (dE) in fp32."""
+    """The backward pass by blocks of classes.
+
+    Each block completes its rows of the weight's gradient (dC). Each block also adds its
+    contribution to the hidden states' gradient (dE) in fp32."""
 
     def __init__(
         self,
@@ -258,10 +260,11 @@ class BackwardByClasses(Differentiating):
         these rows last.
 
         Each row of the weight's gradient belongs to a class. The classes of the last rows
-        contribute to the hidden states' gradient first, while the rows are still temporary memory,
-        so the logits of these classes are computed twice. When the hidden states' gradient is
-        complete, its fp32 sums are freed, and the logits' gradient G uses only rows of the weight's
-        gradient that are not yet written.
+        contribute to the hidden states' gradient first, while the rows are still temporary memory.
+        So the logits of these classes are computed twice. The fp32 sums of the hidden states'
+        gradient are freed when this gradient is complete. From then on, the logits' gradient G uses
+        only rows of the weight's gradient that are not yet written. When too few of these rows are
+        left, G uses a spare buffer.
         """
         room = self.inside
         assert room is not None
@@ -342,11 +345,11 @@ class BackwardByClasses(Differentiating):
 
 
 class ByRows(RowWalk):
-    """A loop over blocks of R rows that computes X, the logits' gradient of a block up to a factor
-    per row, and then the gradients from X.
+    """A loop over blocks of R rows that computes X, and then the gradients from X.
 
-    X has R rows, and one column per class, padded to whole tiles. The attribute `step` is R,
-    `columns` is the width of a tile of X, and `tiles` is the number of tiles.
+    X is the logits' gradient of a block up to a factor per row. X has R rows, and one column per
+    class, padded to whole tiles. The attribute `step` is R, `columns` is the width of a tile of X,
+    and `tiles` is the number of tiles.
     """
 
     def __init__(
@@ -389,11 +392,10 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Add the products with X (the logits' gradient up to a factor per row) to the gradients,
-        with the kernels that this Triton version supports.
+        """Add the products with X (the logits' gradient up to a factor per row) to the gradients.
 
-        For the weight's gradient (dC), X is multiplied by `factor`, (R, D), which contains zeros
-        after the last row.
+        The method uses the kernels that this Triton version supports. For the weight's gradient
+        (dC), X is multiplied by `factor`, (R, D), which contains zeros after the last row.
         """
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
@@ -451,8 +453,10 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows. A `ByRows` loop multiplies a matrix X, with a factor for
-    each row; here X is the logits' gradient G itself, so each factor is 1."""
+    """The backward pass by blocks of rows.
+
+    A `ByRows` loop multiplies a matrix X, with a factor for each row. Here, X is the logits'
+    gradient G itself, so each factor is 1."""
 
     def __init__(
         self,
@@ -485,8 +489,10 @@ class BackwardByRows(ByRows):
 
 
 class Total(ByRows, Statistics):
-    """The computation of a scalar loss and its gradients. The logits of a block of rows are
-    computed once, or twice if the logits of one of its rows are far from the expected range."""
+    """The computation of a scalar loss and its gradients.
+
+    The logits of a block of rows are computed once, or twice if a row's logits are far from the
+    expected range."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks
@@ -599,8 +605,8 @@ def backward(
 ) -> BackwardByRows | BackwardByClasses:
     """Return the backward pass that computes the gradients that `output_mask` requests.
 
-    A backward pass by blocks of rows is faster than a backward pass by blocks of classes but takes
-    more memory; blocks of rows are used only if the caller sets no workspace.
+    A backward pass by blocks of rows is faster than one by blocks of classes but takes more memory.
+    Blocks of rows are used only if the caller sets no workspace.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:
@@ -619,8 +625,9 @@ def add_columns(
     at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
     launch: Any,
 ) -> None:
-    """Multiply each row of X (the logits' gradient up to a factor per row) by the row's scale, and
-    add the column sums to the bias's gradient."""
+    """Multiply each row of X by the row's scale, and add the column sums to the bias's gradient.
+
+    X is the logits' gradient up to a factor per row."""
     launch(
         kernels._linear_cross_entropy_hopper_bias_kernel,
         (-(-x.shape[1] // SUMMED_COLUMNS),),

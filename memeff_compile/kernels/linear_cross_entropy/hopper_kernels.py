@@ -2,22 +2,24 @@
 """The kernels of the implementation `hopper`: matrix products whose epilogue processes each tile of
 logits in registers.
 
-The epilogue (the code after a tile's product) uses the tile of logits in one of three ways. It
-reduces the tile to statistics of the rows (tokens); it writes a tile of the logits' gradient G, if
-these statistics are known; or it writes a tile of X (the logits' gradient up to a factor per row).
+The epilogue (the code after a tile's product) uses the tile of logits in one of three ways.
 
-An element of X is X_ij = exp(z_ij - base_i), or with a softcap exp(z_ij - base_i) * dz/ds (s is the
-product before the softcap), rounded once to 16 bits; base_i is a number near the largest logit of
-row i. base_i is known before the logits are computed, so writing X need not wait for the
-log-sum-exp. The factor that turns row i of X into gradients is exp(base_i - lse_i) times the scale,
-where lse_i is the row's log-sum-exp; the products of X with other matrices apply this factor. In
-the column of a row's target class, X contains (p - 1) / factor, where p is the target's
-probability, so that the subtraction is not done in 16 bits. Ranks that split the vocabulary
-exchange log-sum-exps after writing X.
+- It reduces the tile to statistics of the rows (tokens).
+- It writes a tile of the logits' gradient G, if these statistics are known.
+- It writes a tile of X (the logits' gradient up to a factor per row).
+
+An element of X is X_ij = exp(z_ij - base_i). With a softcap, the element is X_ij = exp(z_ij -
+base_i) * dz/ds, where s is the product before the softcap. Both kinds of X_ij are rounded once to
+16 bits. The number base_i is near the largest logit of row i. This number is known before the
+logits are computed, so writing X need not wait for the log-sum-exp. The factor that turns row i of
+X into gradients is exp(base_i - lse_i) times the scale. Here, lse_i is the row's log-sum-exp. The
+products of X with other matrices apply this factor. In the column of a row's target class, X
+contains (p - 1) / factor, where p is the target's probability. So the subtraction is not done in 16
+bits. Ranks that split the vocabulary exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
-left out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`); the CPU
+left out. Kernels read the number of rows that are not ignored from GPU memory (`kept_ptr`). The CPU
 never reads this number. The kernels multiply logits by log2(e), so that they can use exp2: z2 = z *
 log2(e).
 
@@ -100,7 +102,9 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Reduce each tile of logits to a maximum and a sum per row; store the logit of each target."""
+    """Reduce each tile of logits to a maximum and a sum per row, and store the logit of each
+    target.
+    """
     rows_here = count_rows(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -215,10 +219,10 @@ def _linear_cross_entropy_hopper_merge_kernel(
 
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
-    """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor; s
-    is the matrix product from which the logits are computed.
+    """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor.
 
-    `place` contains the rows' indices, which of the rows exist, and the columns' indices.
+    The matrix s is the product from which the logits are computed. `place` contains the rows'
+    indices, which of the rows exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -352,11 +356,11 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write the weight's gradient dC = G^T E for a block of classes, then add G C to the hidden
-    states' gradient dE, in one launch; E is the hidden states, C the block's rows of the weight.
+    """Write dC = G^T E for a block of classes, and then add G C to dE, in one launch.
 
-    The tiles of the second product use the multiprocessors that the first product's last programs
-    leave idle.
+    E is the hidden states, and C the block's rows of the weight. Their gradients are dE and dC. The
+    tiles of the second product use the multiprocessors that the first product's last programs leave
+    idle.
     """
     rows_here = rows
     if C.HAS_KEPT:
@@ -465,8 +469,10 @@ def _linear_cross_entropy_hopper_logits_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write X (the logits' gradient up to a factor per row) and the statistics of its rows tile by
-    tile, with zeros in rows and columns beyond the tensor."""
+    """Write X and the statistics of its rows tile by tile, with zeros in rows and columns beyond
+    the tensor.
+
+    X is the logits' gradient up to a factor per row."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -535,11 +541,11 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Check that a row's base (the number subtracted from its logits) is close enough to its
-    largest logit, then merge the row's statistics in a fixed order.
+    """Check each row's base, then merge the row's statistics in a fixed order.
 
-    If ranks split the vocabulary, this kernel only writes the statistics that the ranks exchange,
-    and another kernel computes the loss.
+    The base is the number subtracted from the row's logits, and must be close enough to the largest
+    logit. If ranks split the vocabulary, this kernel only writes the statistics that the ranks
+    exchange, and another kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -596,8 +602,10 @@ def _linear_cross_entropy_hopper_loss_kernel(
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
     """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
-    mass), where p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum
-    of the row's exp(z - base)."""
+    mass).
+
+    Here, p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum of the
+    row's exp(z - base)."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass
@@ -700,9 +708,9 @@ def _linear_cross_entropy_hopper_products_kernel(
     to the weight's gradient (dC), in one launch.
 
     The few tiles of the hidden states' gradient (dE), which are sums over the vocabulary, are
-    computed first. The many tiles of the weight's gradient (dC), which are sums over the rows, give
-    work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors. A
-    program that has finished a tile takes the next tile that no program has taken. One program
+    computed first. The many tiles of the weight's gradient (dC) are sums over the rows. These tiles
+    give work to the multiprocessors that have no tile of dE, and afterwards to all multiprocessors.
+    A program that has finished a tile takes the next tile that no program has taken. One program
     computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -774,8 +782,10 @@ def _linear_cross_entropy_hopper_bias_kernel(
     stop_column,  # columns from here on do not exist
     C: tl.constexpr,
 ):
-    """Add the column sums of X (the logits' gradient up to a factor per row), with each row
-    multiplied by its scale, to the gradient of the bias."""
+    """Multiply each row of X by the row's scale, and add the column sums to the gradient of the
+    bias.
+
+    X is the logits' gradient up to a factor per row."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = (local < width) & (first_column + local < stop_column)

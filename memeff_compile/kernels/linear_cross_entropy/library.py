@@ -1,37 +1,40 @@
 """The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
 
 The forward pass multiplies the hidden states by the weight's rows for one strip (range) of classes
-after another; the products are fp32, even for 16-bit inputs. After each strip, a kernel merges its
+after another. The products are fp32, even for 16-bit inputs. After each strip, a kernel merges its
 products into a running maximum and sum per row.
 
 The backward pass processes one block of classes after another, and computes the products of a block
 again, strip by strip. A kernel turns each strip into the logits' gradient G in the input dtype.
 Then cuBLAS writes the product of G and the hidden states into the block's rows of the weight's
-gradient (once, without an fp32 copy), and adds the product of G and the weight's rows to the hidden
-states' gradient (dE) in fp32. The logits' gradient G has its own buffer, because writing G over the
-fp32 strip would save no memory: a separate buffer and a narrower strip together take the same
-bytes. The results would also depend on the order in which warps read and write.
+gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
+the weight's rows to the hidden states' gradient (dE) in fp32. The logits' gradient G has its own
+buffer, because writing G over the fp32 strip would save no memory. A separate buffer and a narrower
+strip together take the same bytes. If G overwrote the strip, the results would also depend on the
+order in which warps read and write.
 
-If the output projection is frozen and has a LoRA adapter, and the loss is a single number, this
-implementation processes blocks of rows instead. For each block of rows, it multiplies hidden states
-and weight once, for all classes, and adds the adapter's product `low @ up.T`. A kernel computes the
-rows' statistics from this sum, and then the logits' gradient G from the same sum. Products with G
-are the gradients of the block's hidden states (dE), and of the block's `low` (the adapter's input
-to `up`). The gradient of `up` is summed over the blocks in fp32.
+For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
+blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all
+classes, and adds the adapter's product `low @ up.T`. A kernel computes the rows' statistics from
+this sum, and then the logits' gradient G from the same sum. Products with G are the gradients of
+the block's hidden states (dE), and of the block's `low` (the adapter's input to `up`). The gradient
+of `up` is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
-on values, so a CUDA graph can capture the calls. The kernels sum without atomic operations.
+on values. So a CUDA graph can capture the calls. The kernels sum without atomic operations.
 
 On an H200, forward plus backward pass take at least the sum of the first three times below (in s):
 - 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
 - 10 NV / 4.28e12 to read the fp32 logits twice and write their gradient once (16-bit inputs);
 - 8 ND * blocks / 4.28e12 to read and write the hidden states' gradient once per block;
 - 8 NV / 4.28e12 to write the fp32 logits twice, partly while other logits are computed.
-For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms; for N,
-D, V = 8192, 2304, 256000, they are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an adapter
-takes at least 2 * 2NDV / 790e12 seconds for products and, in 16 bits, 26 NV / 4.28e12 seconds for
-memory: the fp32 logits are written, added to and read twice; their gradient is written once and
-read in three products. For N, D, V = 8192, 4096, 128256, these two times are 21.8 and 6.4 ms.
+
+For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms. For N,
+D, V = 8192, 2304, 256000, the times are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an
+adapter takes at least 2 * 2NDV / 790e12 seconds for products. In 16 bits, the memory traffic takes
+at least 26 NV / 4.28e12 seconds. The fp32 logits are written, added to and read twice. The gradient
+of the logits is written once and read in three products. For N, D, V = 8192, 4096, 128256, these
+two times are 21.8 and 6.4 ms.
 """
 
 from __future__ import annotations
@@ -281,10 +284,9 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Turn a strip of products into the gradients of the loss with respect to these products, in
-    the buffer `g`.
+    """Write the gradients of the loss with respect to a strip of products to the buffer `g`.
 
-    `g` has the input dtype and unit stride along columns, and may be the strip `s` itself; `grads`
+    `g` has the input dtype and unit stride along columns, and may be the strip `s` itself. `grads`
     are the contiguous fp32 gradients of the per-row results.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape

@@ -2,7 +2,7 @@
 """The two kernels of the implementation `library`: one turns matrix products into row statistics,
 the other turns matrix products into gradients.
 
-Each program processes one row of an N x W block of fp32 products, so no two programs share a sum,
+Each program processes one row of an N x W block of fp32 products. So no two programs share a sum,
 and every run gives the same bits. 16-bit vectors are converted to fp32 right after each load, so
 all arithmetic is fp32, on the GPU and under Triton's interpreter.
 

@@ -1,9 +1,9 @@
-"""The bytes that a language model's loss needs without and with this package's op, as formulas in N
-(rows), D (hidden size) and V (vocabulary).
+"""The bytes that a language model's loss needs without and with this package's op.
 
-The formulas count the largest buffers, except the inputs and the returned gradients. `bytes_before`
-counts the full N x V buffers of a model without this op. `bytes_after` is an upper bound of the
-op's bytes: for blocks, per-row vectors and the fp32 sum of the hidden states' gradient.
+The formulas in N (rows), D (hidden size) and V (vocabulary) count the largest buffers, except the
+inputs and the returned gradients. `bytes_before` counts the full N x V buffers of a model without
+this op. `bytes_after` is an upper bound of the op's bytes: for blocks, per-row vectors and the fp32
+sum of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def bytes_before(
     Inductor allocates one logits tensor in the compute dtype, and the backward pass overwrites this
     tensor with the gradient. If the logits are returned to the user, the gradient needs a second
     tensor. Inductor fuses casts and log_softmax into other kernels. For 8192 rows and 256000
-    classes in bf16, the formula gives 4000 MiB; the measured peak was 4001 MiB.
+    classes in bf16, the formula gives 4000 MiB. The measured peak was 4001 MiB.
 
     In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
-    output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax and the
-    gradients of the output and of the input of log_softmax, each in the cast's dtype, and the
-    logits if they are returned. In eager mode with the same 8192 rows and 256000 classes, the
-    measured peak was 24000 MiB, and the formula gives 24000 MiB. This peak is 22839 MiB more than
-    the size of the two returned gradients, which are allocated only after the peak.
+    output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax, and the
+    gradients of the output and of the input of log_softmax. All three have the cast's dtype. The
+    logits are a fourth tensor if they are returned. In eager mode with the same 8192 rows and
+    256000 classes, the measured peak was 24000 MiB, and the formula gives 24000 MiB. This peak is
+    22839 MiB more than the size of the two returned gradients, which are allocated only after the
+    peak.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
@@ -114,13 +115,17 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return an upper bound of the op's bytes, without inputs and returned gradients.
 
-    The bound is the larger of the bounds for forward and backward pass. The bound counts the
-    workspace of blocks (if the vocabulary has more than 64 columns, a block has at most half of
-    them), the vectors of N elements, and for 16-bit inputs the fp32 sum of the hidden states'
-    gradient (4ND). For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of
-    blocks of the weight, and on a CPU the copies of the rows that are not ignored. `how` contains
-    the fields of `How`; `pieces` may contain symbols, for a short formula, and is by default the
-    result of `piece_sizes`.
+    The bound is the larger of the bounds for forward and backward pass. The bound counts:
+
+    - the workspace of blocks (if the vocabulary has more than 64 columns, a block has at most half
+      of them);
+    - the vectors of N elements;
+    - for 16-bit inputs, the fp32 sum of the hidden states' gradient (4ND).
+
+    For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
+    weight. For `reference` on a CPU, the bound also adds the copies of the rows that are not
+    ignored. `how` contains the fields of `How`. `pieces` may contain symbols, for a short formula,
+    and is by default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -190,10 +195,10 @@ def total_bytes(
     """Return an upper bound of the bytes of a scalar loss, without inputs, gradients and 64 bytes
     per row.
 
-    On a GPU, the bound counts X (the logits' gradient up to a factor per row), the statistics of
-    X's tiles, and the rows multiplied by their scale. In plain PyTorch, the bound counts a block of
-    logits (with a softcap, three such blocks), the rows that are not ignored and, for 16-bit
-    inputs, the fp32 sums of the weight's gradient and a block of the weight.
+    On a GPU, the bound counts X (the logits' gradient up to a factor per row), statistics of X's
+    tiles, and the scaled rows. In plain PyTorch, the bound counts a block of logits (with a
+    softcap, three such blocks), and the rows that are not ignored. For 16-bit inputs, the bound
+    adds the fp32 sums of the weight's gradient and a block of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):

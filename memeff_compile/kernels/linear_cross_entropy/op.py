@@ -1,6 +1,6 @@
 """memeff::linear_cross_entropy and related ops: schemas, validation, fake tensors, autograd.
 
-Two ops compute the loss, and the first of them has a backward op; these three ops optionally take a
+Two ops compute the loss, and the first of them has a backward op. These three ops optionally take a
 LoRA adapter of the output projection:
 
 - `linear_cross_entropy` returns, per row: nll, lse, sum of logits, entropy, likeliest class.
@@ -8,8 +8,8 @@ LoRA adapter of the output projection:
   (sum over rows i of row_weight_i * nll_i) / norm.
 
 The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
-row; its backward op computes the logits again. The forward pass of the op
-`linear_cross_entropy_total` also computes its operands' gradients from the same logits, so a
+row. The backward op computes the logits again. The forward pass of the op
+`linear_cross_entropy_total` also computes its operands' gradients from the same logits. So a
 training step takes three matrix products instead of four. The backward pass of this op only
 multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
 
@@ -18,7 +18,7 @@ rank's statistics, merge statistics, compute a rank's total loss, and give all r
 the first rank. Four further ops only call the ops above, and make graphs easy to read: `_adapted`,
 `_adapted_total` (with an adapter), `_over_ranks`, `_total_over_ranks` (split classes).
 
-Each argument of an op costs a few microseconds of CPU time, so the ops for a single process do not
+Each argument of an op costs a few microseconds of CPU time. So the ops for a single process do not
 have the many arguments for ranks.
 
 No op of this module changes its inputs; Inductor treats the ops as opaque, and autocast does not

@@ -1,13 +1,14 @@
 """The implementation `reference`: the formula in plain PyTorch, one block at a time, on any device.
 
-For 16-bit and fp32 inputs, matrix products are fp32 and are not rounded before exp; for fp64 inputs
-they are fp64. Gradients of the logits are computed in full precision, including the target's term.
-For a loss per row, this implementation processes blocks of classes, and rounds the gradients of the
-logits once to the input dtype, as the implementation `library` does. For a scalar loss, this
-implementation processes blocks of rows: it computes a block's logits once for the whole vocabulary,
-reduces them to row statistics, and then overwrites them with their gradient. The weight's gradient
-is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an ignored target are
-left out; on a GPU, reading the targets would make the CPU wait for the GPU.
+For 16-bit and fp32 inputs, matrix products are fp32 and are not rounded before exp. For fp64
+inputs, matrix products are fp64. Gradients of the logits are computed in full precision, including
+the target's term. For a loss per row, this implementation processes blocks of classes. The
+implementation rounds the gradients of the logits once to the input dtype, as the implementation
+`library` does. For a scalar loss, this implementation processes blocks of rows. The implementation
+computes a block's logits once for the whole vocabulary, reduces them to row statistics, and then
+overwrites them with their gradient. The weight's gradient is summed over the blocks in fp32 (fp64
+for fp64 inputs). On a CPU, rows with an ignored target are left out. On a GPU, these rows are
+computed too, because reading the targets would make the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -355,8 +356,10 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Return ranges of columns for the blocks; if the weight must be converted to a wider
-        dtype, the converted copy of a block's rows is no larger than the buffer of logits."""
+        """Return ranges of columns for the blocks.
+
+        If the weight must be converted to a wider dtype, a block's rows of the weight are copied.
+        The copy is no larger than the buffer of logits, or has REFERENCE_MIN_ROWS rows."""
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]

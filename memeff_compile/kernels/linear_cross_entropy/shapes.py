@@ -1,8 +1,8 @@
 """All sizes that this folder chooses: blocks of rows and classes, tiles, and launches.
 
-The letters for axes are explained in `_head_loss.shapes`. The implementations process the rows or
-the vocabulary in blocks, so a temporary tensor is R x V (a block of R rows) or N x W (a block of W
-classes), and N x V only if the workspace is large enough.
+The letters for axes are explained in `_head_loss.shapes`. A temporary tensor is R x V for a block
+of R rows, or N x W for a block of W classes. A temporary tensor is N x V only if the workspace is
+large enough.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the number of columns of a block of classes within the workspace; with a workspace of
-    0, the function chooses a size itself."""
+    """Choose the number of columns of a block of classes within the workspace.
+
+    With a workspace of 0, the function chooses a size itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -79,8 +80,10 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return the number of rows whose fp32 or fp64 logits exist at once, at most half of all rows;
-    with a workspace of 0, the function chooses a size itself."""
+    """Return the number of rows whose fp32 or fp64 logits exist at once: at most half of all rows,
+    rounded up.
+
+    With a workspace of 0, the function chooses the memory limit itself."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -120,14 +123,18 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose how many columns of logits a strip (fp32 products) and a block (their gradients) have,
-    so that both fit in the workspace; with a workspace of 0, the function chooses a size itself.
+    """Choose how many columns of logits a strip and a block have, so that both fit in the
+    workspace.
 
-    For 16-bit inputs there are two buffers: a strip of fp32 products (4 bytes per element), which
-    gets half of the workspace, and a block of gradients in the input dtype (2 bytes per element).
-    For fp32 inputs the gradient overwrites the product, so strip and block are one buffer. The
-    block is then narrowed, to at least half its width, to the width with the least predicted time:
-    few multiprocessors are then idle at the end of the product for the weight's gradient.
+    A strip contains fp32 products, and a block their gradients. With a workspace of 0, the function
+    chooses a size itself.
+
+    - 16-bit inputs need two buffers. The strip (4 bytes per element) gets half of the workspace.
+      The block has the input dtype (2 bytes per element).
+    - For fp32 inputs, the gradient overwrites the product, so strip and block are one buffer.
+
+    The block is then narrowed, to at least half its width, to the width with the least predicted
+    time. Few multiprocessors are then idle at the end of the product for the weight's gradient.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
@@ -154,13 +161,12 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 
 
 def _block_seconds(width: int, depth: int, processors: int) -> float:
-    """Estimate the time of the steps of a block that depend on its width.
+    """Estimate the time, in seconds per row, of the steps of a block that depend on its width.
 
-    These steps are the product for the weight's gradient, in tiles of 128 x 256, and the addition
-    of the block's contribution to the gradient of the hidden states.
-
-    The result is in seconds per row. The time per column of a block's other two products, for the
-    logits and for the gradient of the hidden states, does not depend on the width.
+    One step is the product for the weight's gradient, in tiles of 128 x 256. The other step adds
+    the block's contribution to the hidden states' gradient. A block's other two products compute
+    the logits and the hidden states' gradient. The time of these products per column does not
+    depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
@@ -264,16 +270,18 @@ def shapes_for_programs(programs: int) -> Shapes:
 
 
 def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
-    """Return the rows and columns of a tile of the hidden states' gradient (dE) and the weight's
-    gradient (dC): of two possible tile shapes, the shape with fewer unused columns."""
+    """Return the rows and columns of a tile of the gradients of hidden states (dE) and weight (dC).
+
+    Of two possible tile shapes, the function returns the shape with fewer unused columns."""
     rows, columns = shapes.rows, shapes.columns
     is_turned = 0 < depth % columns <= rows
     return (columns, rows) if is_turned else (rows, columns)
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return the number of rows of a block in the forward pass: a multiple of the tile's height,
-    such that all blocks have about the same height."""
+    """Return the number of rows of a block in the forward pass, a multiple of the tile's height.
+
+    All blocks have about the same height."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -283,7 +291,7 @@ def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
 def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
     """Choose how many columns of the logits' gradient G the backward pass computes at once.
 
-    The function considers widths within the workspace and up to half the vocabulary, and returns
+    The function considers widths within the workspace and up to half the vocabulary. The result is
     the width whose launches leave the fewest multiprocessors idle at their ends. With a workspace
     of 0, the function chooses a size itself.
     """
@@ -320,13 +328,14 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory that a backward pass with the minimal workspace uses: those rows of the weight's
-    gradient that belong to class `first_column` and later classes.
+    """The memory that a backward pass with the minimal workspace uses.
 
-    Example: with 8 rows (tokens) and 4 features, a column of the logits' gradient G takes twice the
-    bytes of a row of the weight's gradient. A block of classes needs memory for its columns of G
-    and for its rows of the weight's gradient, so at most one third of the remaining classes form
-    the next block.
+    This memory is the rows of the weight's gradient for class `first_column` and later classes.
+
+    Example: take 8 rows (tokens) and 4 features. A column of the logits' gradient G then takes
+    twice the bytes of a row of the weight's gradient. A block of classes needs memory for its
+    columns of G and for its rows of the weight's gradient. So at most one third of the remaining
+    classes form the next block.
     """
 
     first_column: int
@@ -338,10 +347,10 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many rows of the weight's gradient can be computed while the logits' gradient
-        G of the rows' classes is stored after them, at the end of the same memory.
+        """Return how many rows of the weight's gradient can be computed next.
 
-        Return 0 if no row fits.
+        The logits' gradient G of these rows' classes is stored after the rows, at the end of the
+        same memory. Return 0 if no row fits.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
@@ -407,9 +416,13 @@ def hopper_rows(
 
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of `hopper`'s buffers for a block of rows: X (the logits' gradient up to a
-    factor per row), statistics for the narrowest tiles, scaled rows and partial sums and, if there
-    are several blocks, the scales of the weight's gradient (dC)."""
+    """Return the bytes of `hopper`'s buffers for a block of rows.
+
+    The buffers contain:
+
+    - X (the logits' gradient up to a factor per row);
+    - statistics for the narrowest tiles, scaled rows and partial sums;
+    - the scales of the weight's gradient (dC), if there are several blocks."""
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
     of_row = 2 * width + 8 * (width // shapes.rows) + 2 * depth + 4 * (max(needs) - 1) * depth
@@ -420,9 +433,9 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
     """Return over how many programs the sum for a tile of the hidden states' gradient is divided.
 
-    A tile of the hidden states' gradient (dE) is a long sum over the vocabulary, and a block with
-    few rows has few such tiles. With one program per tile, a few programs would still compute the
-    hidden states' gradient (dE) after all other programs have finished the weight's gradient (dC).
+    A tile of the hidden states' gradient (dE) is a long sum over the vocabulary. A block with few
+    rows has few such tiles. With one program per tile, a few programs would still compute dE after
+    all other programs have finished the weight's gradient (dC).
     """
     if rows > TALLEST_SPLIT:
         return 1

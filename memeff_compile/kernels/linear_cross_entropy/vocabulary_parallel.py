@@ -1,37 +1,41 @@
 """The loss of an output projection whose classes are split over ranks: statistics on each rank, and
 their merging.
 
-Rank r of P ranks has the rows W_r of the weight that `torch.chunk` assigns to it; h is the hidden
-states, and y the targets. For a loss per row, one op computes the statistics of the rank's classes,
-k numbers per row, and all ranks gather these statistics. Another op then merges the statistics
-of all ranks into the results of `linear_cross_entropy` for all classes:
+Rank r of P ranks has the rows W_r of the weight that `torch.chunk` assigns to it. Below, h is the
+hidden states, and y the targets. For a loss per row, one op computes the statistics of the rank's
+classes, k numbers per row. All ranks then gather these statistics. Another op then merges the
+statistics of all ranks into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
     every = all_gather(stats)
     nll, lse, logit_sum, entropy, top = linear_cross_entropy_merge(every, h, W_r, None, y, ...)
 
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
-classes, so it uses the softmax over all classes, not only over this rank's classes.
+classes. So the op uses the softmax over all classes, not only over this rank's classes.
 
 A scalar loss needs a row's softmax before its gradients, and no rank has all classes. So all ranks
-process the same blocks of rows and exchange numbers once per block: each rank computes its logits,
-sends two numbers per row to the other ranks (`Ranks`), and computes its gradients with the numbers
-of all ranks:
+process the same blocks of rows and exchange numbers once per block. Each rank computes its logits
+and sends two numbers per row to the other ranks (`Ranks`). Then each rank computes its gradients
+with the numbers of all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
     total = linear_cross_entropy_total_agreed(total, all_gather(total))
 
-A compiler does not see that the op `linear_cross_entropy_total_shard` itself gathers numbers, and
-could move it past other collectives, in a different way on each rank. A compiler keeps the order of
-the collectives that it sees, so two other collectives, the `all_gather` before this op and the
-`all_gather` after it, fix the op's position. All ranks use the total of the first rank.
+A compiler does not see that the op `linear_cross_entropy_total_shard` itself gathers numbers. So a
+compiler could move the op past other collectives, in a different way on each rank. A compiler keeps
+the order of the collectives that it sees. So two other collectives fix the op's position: the
+`all_gather` before the op and the `all_gather` after it. All ranks use the total of the first rank.
 
-All ranks must have the same number of rows, so they first gather their row counts; if the counts
-differ, every rank raises an error. The gathered data and the number of gathers depend only on the
-number of rows, the classes of all ranks, the dtype, the workspace and the kind of device, so ranks
-may use different implementations. Each rank gets the gradient of its W_r, and a summand of the
-gradient of h; the caller has to add up the summands of all ranks.
+All ranks must have the same number of rows, so they first gather their row counts. If the counts
+differ, every rank raises an error. The gathered data and the number of gathers depend only on these
+values:
+
+- the number of rows, and the classes of all ranks;
+- the dtype, the workspace and the kind of device.
+
+So ranks may use different implementations. Each rank gets the gradient of its W_r, and a summand of
+the gradient of h. The caller has to add up the summands of all ranks.
 """
 
 from __future__ import annotations
@@ -88,8 +92,10 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks: the rows whose target this
-        rank has, and the rows whose target another rank has.
+        """Return targets as column indices of this rank, and two masks.
+
+        The masks mark the rows whose target this rank has, and the rows whose target another rank
+        has.
         """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 
@@ -97,7 +103,7 @@ class Part(NamedTuple):
     def own_settings(self) -> Settings:
         """Return the settings for the loss over this rank's columns.
 
-        The filter `mass` limits the probability mass that may be dropped from a row; each rank gets
+        The filter `mass` limits the probability mass that may be dropped from a row. Each rank gets
         a share of this limit.
         """
         settings = self.settings
@@ -207,8 +213,9 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments of this rank's call for its share of the classes; `gather` is the
-    function with which `Ranks` gathers numbers."""
+    """Return the arguments of this rank's call for its share of the classes.
+
+    `gather` is the function with which `Ranks` gathers numbers."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

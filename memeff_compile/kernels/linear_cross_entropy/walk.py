@@ -1,15 +1,16 @@
 """Run a call: choose the implementation, the order of blocks, and when ranks exchange statistics.
 
 An implementation (engine) is a module with three functions. `forward`, `backward` and `total` take
-the arguments of a call and return a `walks.Walk`: a loop over blocks of rows or of classes, and the
-work on each block. A loss per row takes two such loops: the first computes statistics; the second
-computes the logits again, and from them the gradients. A scalar loss takes one loop over the rows,
-if the implementation supports this: the loop computes a block's statistics and then the block's
-gradients. Between these two steps, ranks with different classes exchange statistics.
+the arguments of a call and return a `walks.Walk`. A `Walk` is a loop over blocks of rows or of
+classes, and the work on each block. A loss per row takes two such loops. The first computes
+statistics. The second computes the logits again, and from the logits the gradients. A scalar loss
+takes one loop over the rows, if the implementation supports one loop. For each block, the loop
+computes the statistics and then the gradients. Between these two steps, ranks with different
+classes exchange statistics.
 
 - `reference` has blocks of classes for a loss per row, and of rows for a scalar loss.
-- `library` has the same blocks as `reference`; it uses one loop for a scalar loss only if the
-  weight is frozen and has an adapter.
+- `library` has the same blocks as `reference`. For a scalar loss, `library` uses one loop only if
+  the weight is frozen and has an adapter.
 - `hopper` has blocks of rows; the backward pass of a loss per row may have blocks of classes.
 
 An implementation, and with it its kernels, is imported when it runs for the first time.
@@ -140,7 +141,7 @@ def engine_for(
 ) -> str:
     """Return the name of the implementation for a call, which is a key of `ENGINES`.
 
-    Device, dtype and hidden size are those of the hidden states; the other arguments are fields of
+    Device, dtype and hidden size are those of the hidden states. The other arguments are fields of
     `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
@@ -171,9 +172,9 @@ def is_read_in_tiles(weight: Tensor) -> bool:
 def is_faster_in_one_walk(has_kernels: bool) -> bool:
     """Return whether a scalar loss is faster in one loop over the blocks than in two.
 
-    One loop takes three matrix products, two loops take four: on an H200, one loop took 46.0 ms and
-    two loops took 60.9 ms with 8192 rows, a hidden size of 2304 and 256000 classes
-    (`nvidia-h200/gradients-in-forward.jsonl`). On devices without the kernels, the speed was not
+    One loop takes three matrix products, two loops take four. On an H200, one loop took 46.0 ms and
+    two loops took 60.9 ms (`nvidia-h200/gradients-in-forward.jsonl`). The call had 8192 rows, a
+    hidden size of 2304 and 256000 classes. On devices without the kernels, the speed was not
     measured.
     """
     return has_kernels
@@ -192,10 +193,14 @@ def makes_gradients_in_forward(
     """Return whether to compute a scalar loss and its gradients in one loop over the blocks of
     rows.
 
-    Three settings need a second loop that computes the logits again: the gradient filter
-    `published`, a filter that applies to only one gradient, and the minimal workspace without a
-    filter. For fp16, the result is false, because the range of fp16 is too small for gradients that
-    are scaled afterwards.
+    Three settings need a second loop that computes the logits again:
+
+    - the gradient filter `published`;
+    - a filter that applies to only one gradient;
+    - the minimal workspace without a filter.
+
+    For fp16, the result is false, because the range of fp16 is too small for gradients that are
+    scaled afterwards.
     """
     if filter_parts != "both" or dtype == torch.float16:
         return False
@@ -219,8 +224,8 @@ def makes_gradients_in_forward_adapted(
     trains_weight: bool,  # whether the output projection's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
-    """Return whether to compute a scalar loss and its gradients in one loop over the blocks of
-    rows, for an output projection with a LoRA adapter.
+    """Return whether one loop over the blocks of rows computes a scalar loss and its gradients, for
+    an output projection with a LoRA adapter.
 
     The result is false if the projection's weight trains, because the weight's gradient would be
     rounded once per block, or stored in fp32. For fp16, the result is false, because the range of
@@ -241,13 +246,11 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether the forward pass of a scalar loss also computes the gradients, in one loop
-    over the rows, if the output projection is split over ranks.
+    """Return whether one loop over the rows computes a scalar loss and its gradients, if the output
+    projection is split over ranks.
 
-    All ranks get the same result, whatever their GPUs.
-
-    The result is false with a gradient filter, because a filter chooses tiles by the softmax over
-    all classes, which a single loop knows too late.
+    All ranks get the same result, whatever their GPUs. The result is false with a gradient filter.
+    A filter chooses tiles by the softmax over all classes, which a single loop knows too late.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -301,8 +304,10 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
-    """Return an object with an implementation's loops: the implementation's module or, if the call
-    has a gradient filter that drops tiles, loops that apply this filter."""
+    """Return an object with an implementation's loops.
+
+    The object is usually the implementation's module. If the call has a gradient filter that drops
+    tiles, the object has loops that apply this filter."""
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
     if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1]):
@@ -346,8 +351,9 @@ def row_gradients(
 
 
 def loss_and_gradients(given: ScalarLoss) -> LossAndGradients:
-    """Compute the loss and the gradients of flattened inputs; if ranks split the classes, the
-    caller has already checked the targets."""
+    """Compute the loss and the gradients of flattened inputs.
+
+    If ranks split the classes, the caller has already checked the targets."""
     operands = given.operands
     if given.hidden.shape[0] == 0:
         # A total of 0, or nan where a mean of no rows is asked for.
@@ -391,8 +397,9 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchange the rows' statistics with the other ranks, block by block, with the rows in the
-    order `order`; return the log-sum-exps and losses over all classes."""
+    """Exchange the rows' statistics with the other ranks, block by block, in the row order `order`.
+
+    Return the log-sum-exps and losses over all classes."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
@@ -400,11 +407,12 @@ def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor,
 
 
 def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | None:
-    """Return the indices of the rows that a call on a CPU computes, or None if it computes all
-    rows.
+    """Return the indices of the rows that a call computes, or None if the call computes all rows.
 
-    The result is None if the caller requests a statistic of ignored rows, or if the tensors are on
-    a GPU, because the CPU would have to wait for the number of rows.
+    Even if some rows are ignored, a call computes all rows in two cases:
+
+    - the caller requests a statistic of ignored rows;
+    - the tensors are not on a CPU, because the CPU would have to wait for the number of rows.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

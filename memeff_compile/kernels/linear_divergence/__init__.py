@@ -12,11 +12,12 @@ The class `Coefficients` contains a1 to a6 and `share`. KL(q || p), KL(p || q), 
 Jensen-Shannon divergence, skewed divergences and the cross entropy with the teacher's probabilities
 are such sums. The student's logits are scale * (hidden @ weight.T + bias). The teacher's logits are
 computed in the same way from the teacher's hidden states and weight, which may have another hidden
-size, or the caller passes the teacher's logits. The op computes no gradient for the teacher.
+size. Alternatively, the caller passes the teacher's logits. The op computes no gradient for the
+teacher.
 
 For each block of rows, two matrix products compute the logits of student and teacher. From these
 logits, the op computes row statistics in fp32, then the gradient of the student's logits, which
-overwrites the logits. A scalar loss takes four matrix products, including gradients; a loss per row
+overwrites the logits. A scalar loss takes four matrix products, including gradients. A loss per row
 takes six, because the backward pass computes the logits again.
 """
 

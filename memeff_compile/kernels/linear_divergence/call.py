@@ -1,8 +1,7 @@
-"""The arguments that the two implementations of divergences take, the results that they return, and
-the sizes of blocks.
+"""The arguments and results of the two implementations of divergences, and the sizes of blocks.
 
-In variable names, N is rows (tokens), D and K are features of student and teacher, V is classes,
-and R is rows of a block.
+In variable names, N stands for rows (tokens), R for rows of a block, and V for classes. D and K
+stand for features of student and teacher.
 """
 
 from __future__ import annotations
@@ -195,15 +194,17 @@ def tile_of(given: Request | ClassRequest) -> int:
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the number of columns of a slot (a buffer for the gradients of one block of rows): the
-    vocabulary, rounded up to whole tiles.
+    """Return the number of columns of a slot: the vocabulary, rounded up to whole tiles.
+
+    A slot is a buffer for the gradients of one block of rows.
     """
     return -(-vocab // tile) * tile
 
 
 class Slots(NamedTuple):
-    """The number of slots (a slot is a buffer for the gradients of one block of rows), and how many
-    slots one matrix product covers."""
+    """The number of slots, and how many slots one matrix product covers.
+
+    A slot is a buffer for the gradients of one block of rows."""
 
     rows: int
     blocks: int
@@ -232,17 +233,18 @@ def slots_for(
     trains: bool = True,
     lent: int = 0,
 ) -> Slots:
-    """Choose the number of slots (buffers for the logits' gradients of a block of rows): as many as
-    fit into the workspace, but no more than the call has blocks of rows.
+    """Choose the number of slots (buffers for the logits' gradients of a block of rows).
 
-    Args:
-        rows: the number of rows in the call.
-        columns: the number of columns in a slot.
-        workspace: the memory limit in bytes; 0 stands for a default limit.
-        itemsize: the bytes of one element of an input.
-        sides: 2 if student and teacher have logits, 1 without a teacher.
-        trains: whether gradients are computed; if not, only one block is stored at a time.
-        lent: how many rows of the teacher's logits fit into the memory of the weight's gradient.
+    The call gets as many slots as fit into the workspace, but no more than the call has blocks of
+    rows.
+
+    - `rows`: the number of rows in the call.
+    - `columns`: the number of columns in a slot.
+    - `workspace`: the memory limit in bytes; 0 stands for a default limit.
+    - `itemsize`: the bytes of one element of an input.
+    - `sides`: 2 if student and teacher have logits, 1 without a teacher.
+    - `trains`: whether gradients are computed; if not, only one block is stored at a time.
+    - `lent`: how many rows of the teacher's logits fit into the memory of the weight's gradient.
     """
     rows = max(rows, 1)
     tiles = -(-rows // ROW_STEP) * ROW_STEP
@@ -260,8 +262,10 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return the number of rows for which the teacher's logits, and the maxima and sums of the
-    tiles of student and teacher, fit into the memory of a weight's gradient.
+    """Return the number of rows whose values fit into the memory of a weight's gradient.
+
+    The values of a row are the teacher's logits, and the maxima and sums of the tiles of student
+    and teacher.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)

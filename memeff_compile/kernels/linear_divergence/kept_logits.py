@@ -1,29 +1,31 @@
 """The implementation `kept_logits` of divergences: matrix products whose logits are stored in 16
 bits, and Triton kernels that read these logits.
 
-For a block of rows, the logits of student and teacher are stored in fp16 as differences from the
-maximum of a tile of 256 columns (128 with a bias); the tile's maximum and sum of exponentials are
-stored in fp32. So a stored logit has an error of at most 2^-12 times its distance from the maximum,
-which is negligible for likely classes. For comparison, a logit that a model computes in bf16 has an
-error of up to 2^-9 times its size. On compute capability 9.0, the kernel of the matrix product
-stores the logits itself, so fp32 products never leave the multiprocessor. On other GPUs, cuBLAS
-writes fp32 products for a range of classes at a time, and a Triton kernel reads them from the L2
-cache. The next kernel reads a row's logits of student and teacher, computes the row's sums in fp32,
-and overwrites the student's logits with their gradient. For 32-bit inputs, logits have 32 bits.
+For a block of rows, the logits of student and teacher form tiles of 256 columns (128 with a bias).
+A logit is stored in fp16, as its difference from the tile's maximum. The tile's maximum and sum of
+exponentials are stored in fp32. So a stored logit has an error of at most 2^-12 times its distance
+from the maximum, which is negligible for likely classes. For comparison, a logit that a model
+computes in bf16 has an error of up to 2^-9 times its size. On compute capability 9.0, the kernel of
+the matrix product stores the logits itself, so fp32 products never leave the multiprocessor. On
+other GPUs, cuBLAS writes fp32 products for a range of classes at a time. A Triton kernel then reads
+these products from the L2 cache. The next kernel reads a row's logits of student and teacher, and
+computes the row's sums in fp32. Then the kernel overwrites the student's logits with their
+gradient. For 32-bit inputs, logits have 32 bits.
 
 The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
 of several blocks are stored next to each other (see `call.Slots`), so that one product adds their
-contributions to the weight's gradient; each such product rounds the weight's gradient once, as in
+contributions to the weight's gradient. Each such product rounds the weight's gradient once, as in
 the op for cross entropy. If a single product covers all rows, the teacher's logits use the memory
 of the weight's gradient, which is written last.
 
 The CPU never waits for the GPU or reads a value from it, and the kernels sum without atomic
 operations.
 
-On an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256 classes, a loss with its
-gradients needs at least the sum of three times. Four products at 790e12 operations per second take
-43.6 ms. Reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes
-3.4 ms. Reading and writing the weight's gradient three times takes 1.5 ms.
+The following times are for an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256
+classes. A loss with its gradients needs at least the sum of three times. Four products at 790e12
+operations per second take 43.6 ms. Reading and writing logits and gradients, 14 N V bytes at
+4.28e12 bytes per second, takes 3.4 ms. Reading and writing the weight's gradient three times takes
+1.5 ms.
 """
 
 from __future__ import annotations
@@ -59,8 +61,10 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row; if `factors` (a number per row) is given, also
-    compute the gradients of the sum of all rows' divergences, each multiplied by its factor."""
+    """Compute one number (the divergence) per row.
+
+    If `factors` (a number per row) is given, also compute the gradients of a sum over all rows:
+    each row's divergence times its factor."""
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()
@@ -211,8 +215,10 @@ class _Walk(ABC):
         )
 
     def _is_tiled(self, rows: Tensor, weight: Tensor) -> bool:
-        """Return whether the GPU can load tiles of both operands of a matrix product through
-        descriptors, and whether this was faster on GPUs of its kind."""
+        """Return whether to load tiles of both operands of a matrix product through descriptors.
+
+        Descriptors must support both operands, and the GPU must be of a kind on which such loads
+        were faster."""
         are_read = all(
             each.dtype in (torch.bfloat16, torch.float16)
             and each.is_contiguous()

@@ -2,7 +2,7 @@
 """The kernels of the implementation `kept_logits`: one turns products into stored logits, the
 others turn stored logits into results and gradients.
 
-In a kernel that stores logits, each program computes whole tiles; in the other kernels, each
+In a kernel that stores logits, each program computes whole tiles. In the other kernels, each
 program computes whole rows. So no two programs share a sum, and every run gives the same bits. All
 arithmetic is fp32.
 """
@@ -132,8 +132,9 @@ def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
 
 @triton.jit
 def _times(probability, logarithm):
-    """Multiply a probability by a logarithm; if the probability is 0, the product is 0, even if the
-    logarithm is minus infinity."""
+    """Multiply a probability by a logarithm.
+
+    If the probability is 0, the product is 0, even if the logarithm is minus infinity."""
     return tl.where(probability == 0.0, 0.0, probability * logarithm)
 
 
@@ -339,8 +340,9 @@ def _linear_divergence_kept_logits_place_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write a row's gradient at its listed classes; for a class that is listed twice, add both
-    numbers."""
+    """Write a row's gradient at its listed classes.
+
+    For a class that is listed twice, add both numbers."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

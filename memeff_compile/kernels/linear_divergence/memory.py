@@ -45,8 +45,8 @@ def bytes_before(
     `memeff::linear_divergence`.
 
     Inductor keeps the logits of student and teacher, and overwrites one of these two tensors with
-    the gradient. Eager PyTorch also keeps the log-probabilities of student and teacher, the
-    divergence of every class, and, in the backward pass, the gradients of these three tensors.
+    the gradient. Eager PyTorch also keeps the log-probabilities of student and teacher, and the
+    divergence of every class. For training, the formula counts one more such tensor, for gradients.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:

@@ -4,13 +4,14 @@ implementation.
 - `linear_divergence` returns one number per row; its backward pass computes the logits again.
 - `linear_divergence_total` returns the weighted sum of these numbers, and the sum's gradients.
 - `linear_divergence_classes` returns log-probabilities (or logits) of k listed classes of each row,
-  (..., k), for a teacher whose probabilities are known only for these classes; its backward pass
-  computes the logits again.
+  (..., k). The op is for a teacher whose probabilities are known only for these classes. Its
+  backward pass computes the logits again.
 
 The forward pass of `linear_divergence_total` also computes its operands' gradients. The backward
-pass of this op only multiplies these gradients by the gradient of the loss, in place if no other
-code can read them. The ops compute no gradient for the teacher. The three ops do not change their
-inputs; Inductor treats the ops as opaque, and autocast does not affect them.
+pass of this op only multiplies these gradients by the gradient of the loss. The product is written
+in place if no other code can read the gradients. The ops compute no gradient for the teacher. The
+three ops do not change their inputs; Inductor treats the ops as opaque, and autocast does not
+affect them.
 """
 
 from __future__ import annotations

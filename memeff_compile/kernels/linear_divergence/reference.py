@@ -13,8 +13,10 @@ from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row; if `factors` (a number per row) is given, also
-    compute the gradients of the sum of all rows' divergences, each multiplied by its factor."""
+    """Compute one number (the divergence) per row.
+
+    If `factors` (a number per row) is given, also compute the gradients of a sum over all rows:
+    each row's divergence times its factor."""
     sums = _Gradients(given, wanted(given, factors, mask))
     rows = given.hidden.new_empty(given.rows, dtype=given.wide)
     for here in sums.blocks():
@@ -135,8 +137,9 @@ def _divergence(
 
 
 def _product(probability: Tensor, logarithm: Tensor) -> Tensor:
-    """Multiply a probability by a logarithm; where the probability is 0, the product is 0, even if
-    the logarithm is minus infinity."""
+    """Multiply a probability by a logarithm.
+
+    Where the probability is 0, the product is 0, even if the logarithm is minus infinity."""
     return (probability * logarithm).masked_fill_(probability == 0, 0)
 
 

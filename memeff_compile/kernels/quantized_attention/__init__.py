@@ -1,8 +1,8 @@
 """Attention with 8-bit or 4-bit operands, for calls without gradients (SageAttention2, arXiv
 2411.10958).
 
-- `quantized_attention` computes softmax attention: the scores from int8 codes, and the product of
-  softmax weights and values from E4M3 numbers (8-bit floats) or from fp16 numbers.
+- `quantized_attention` computes softmax attention. The scores come from int8 codes. The product of
+  softmax weights and values comes from E4M3 numbers (8-bit floats) or from fp16 numbers.
 - `quantized_attention_by_call` is the same op at a precision level that depends on how often the op
   was called.
 

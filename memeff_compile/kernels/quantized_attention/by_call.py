@@ -3,13 +3,14 @@ it was called.
 
 A diffusion model runs the same graph for every time step, and early steps tolerate fewer bits than
 late steps. The op uses the levels of a list in turn, and starts again after the last level.
-`counter`, a CPU tensor that the op increments, contains the index of the next level, so the host
+`counter`, a CPU tensor that the op increments, contains the index of the next level. So the host
 chooses kernels without waiting for the GPU.
 
-A compiled graph stores its counters as buffers. If an attention call is compiled again, for example
-for other shapes, its new graph uses the counter of the earlier graph, as long as the model and the
-earlier graph exist; two models count separately. If several threads call the op, each call is
-counted. Activation checkpoints never recompute the op, because it runs only without gradients.
+A compiled graph stores its counters as buffers. An attention call may be compiled again, for
+example for other shapes. Its new graph then uses the counter of the earlier graph, as long as the
+model and the earlier graph exist. Two models count separately. If several threads call the op, each
+call is counted. Activation checkpoints never recompute the op, because it runs only without
+gradients.
 
 If user code captures a CUDA graph, the capture chooses the graph's kernels once. Every replay then
 uses the most precise level, and replays are not counted. Inductor leaves the op out of the CUDA
@@ -43,7 +44,7 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
     """Return the counter of an attention call if it exists, or a new counter that starts at the
     first level.
 
-    `site` distinguishes the attention calls of one owner, such as a model; each list of levels has
+    `site` distinguishes the attention calls of one owner, such as a model. Each list of levels has
     its own counter. The counter is deleted when its owner is freed, so a new owner starts at the
     first level.
     """

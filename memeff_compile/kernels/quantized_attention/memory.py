@@ -1,8 +1,8 @@
-"""The bytes of the codes, which exist while the op runs, as a formula in B (sequences), H (query
-heads), G (key-value heads), M (queries), N (keys) and D (head dimension).
+"""The bytes of the codes, which exist while the op runs.
 
-The formula includes padding: D is padded to a power of two of at least 64, and N to a multiple of
-128.
+The formula uses B (sequences), H (query heads), G (key-value heads), M (queries), N (keys) and D
+(head dimension). The formula includes padding: D is padded to a power of two of at least 64, and N
+to a multiple of 128.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def code_bytes(
     *,
     value_bytes: int = 1,  # 1 for E4M3, 2 for fp16
 ) -> sympy.Expr:
-    """Return the bytes of the codes and scales of q, k and v: about half of the bytes of q, k and v
-    in bf16.
+    """Return the bytes of the codes and scales of q, k and v.
+
+    The codes and scales take about half of the bytes of q, k and v in bf16.
     """
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
     q = sympy.sympify(batch) * heads * queries * depth

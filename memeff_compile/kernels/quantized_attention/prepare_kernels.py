@@ -2,9 +2,8 @@
 """Kernels that encode keys and values, and prepare the encoding of queries: four launches, or five
 if the queries' means are subtracted. A kernel's name contains its step:
 
-- `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also
-  computes sums of some queries or, if the queries' means are subtracted, the mean of each block of
-  queries.
+- `look` computes sums and extremes of keys and values in each chunk of tokens. `look` also computes
+  sums of some queries or, if the queries' means are subtracted, the mean of each block of queries.
 - `settle` computes, from the chunks' results, the means, the scales of values, and the direction of
   the queries' mean (their common direction).
 - `write` writes the codes of keys and values, and the sum of the values in each block.
@@ -13,12 +12,12 @@ if the queries' means are subtracted. A kernel's name contains its step:
 - `correct` computes the scores of the queries' means with the keys, if these means are subtracted.
 
 The kernel `look` reads all values, but only every SAMPLE-th key, because an approximate mean of the
-keys is enough. Only the kernels `settle` and `total` combine results of several programs; they read
-these results from memory.
+keys is enough. Only the kernels `settle` and `total` combine results of several programs. These
+kernels read the results from memory.
 
-If all queries have a large common mean, the rounding error of a key changes the key's scores with
-all queries by about the same amount. The function `_aligned` makes this change almost vanish: it
-adds integers to the key's codes in two channels.
+If all queries have a large common mean, a key's rounding error changes the key's scores with all
+queries by about the same amount. The function `_aligned` makes this change almost vanish: it adds
+integers to the key's codes in two channels.
 """
 
 from __future__ import annotations
@@ -189,8 +188,10 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1);
-    the result is at least 1."""
+    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1).
+
+    The result is at least 1.
+    """
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
@@ -244,8 +245,10 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
 
 @triton.jit
 def _turn_vector(places, step, COUNT: tl.constexpr):
-    """Apply a Hadamard transform in place to vectors in memory; element i of a vector is at the
-    offset `places` + i * step."""
+    """Apply a Hadamard transform in place to vectors in memory.
+
+    Element i of a vector is at the offset `places` + i * step.
+    """
     tl.debug_barrier()
     parts = ()
     for part in tl.static_range(COUNT):
@@ -260,12 +263,15 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
     """Write the factors of the channels, and the common direction of the queries.
 
-    The common direction is the direction of the sum of the sampled queries. The kernel stores this
-    direction, its Hadamard transform, the transform's elements in two channels, the indices of
-    these channels, and the direction's share of the queries' energy (sum of squares). The stored
-    direction is zero if it has only a small share of the queries' energy. The first of the two
-    channels has the largest transformed element; the element of the second channel is about a third
-    as large.
+    The common direction is the direction of the sum of the sampled queries. The stored direction is
+    zero if the common direction has only a small share of the queries' energy (sum of squares). The
+    kernel stores:
+
+    - this direction, its share of the queries' energy, and its Hadamard transform;
+    - the transform's elements in two channels, and the indices of these channels.
+
+    The first of the two channels has the largest transformed element. The element of the second
+    channel is about a third as large.
     """
     samples, queries, chunks = counts
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -324,8 +330,9 @@ def _quantized_attention_prepare_settle_kernel(
     sampled_queries,  # in all of these
     C: tl.constexpr,
 ):
-    """Compute the mean of the keys, the scale and mean of the values, the divisor of each channel,
-    and the common direction of the queries.
+    """Compute the mean of the keys, and the scale and mean of the values.
+
+    Also compute the divisor of each channel, and the common direction of the queries.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -351,7 +358,7 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
     """Change `x` by whole quantisation steps in two channels so that the rounding error of `x` is
     almost orthogonal to `direction`.
 
-    Steps in the first channel remove most of the error along `direction`; steps in the second
+    Steps in the first channel remove most of the error along `direction`. Steps in the second
     channel remove most of the remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
@@ -412,8 +419,10 @@ def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
 
 @triton.jit
 def _key_at(place):
-    """Return the index of the key whose value is stored at a position of the 8-bit values;
-    `tiles_kernels._reordered` explains the order."""
+    """Return the index of the key whose value is stored at a position of the 8-bit values.
+
+    `tiles_kernels._reordered` explains the order.
+    """
     inside = place % 16
     return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
 

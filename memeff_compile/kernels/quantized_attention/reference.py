@@ -2,9 +2,9 @@
 
 Codes are integers in fp32, so fp32 sums of their products are exact. Softmax weights and values are
 rounded to their number format and multiplied in fp32. Softmax weights are computed for one tile of
-keys after another, with a running maximum, as in the kernels, because the rounding depends on that
-maximum. This implementation sums exactly within a tile; tensor cores add an error, a thousandth as
-large as the error from rounding weights and values.
+keys after another, with a running maximum, as in the kernels. The order matters because the
+rounding depends on that maximum. This implementation sums exactly within a tile. Tensor cores add
+an error, a thousandth as large as the error from rounding weights and values.
 """
 
 from __future__ import annotations
@@ -183,13 +183,13 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 
 
 def turned(x: Tensor, far: int, near: int) -> Tensor:
-    """Return the Hadamard transform (with elements 1 and -1, not normalised) of each row of (...,
-    D), with D padded to a power of two.
+    """Return the Hadamard transform of each row of (..., D), with D padded to a power of two.
 
-    The transform combines `near` neighbouring channels, and `far` channels that are spread over the
-    head. The transform spreads a large number in one channel over many channels, so that
-    quantisation steps become finer. Both queries and keys are transformed; their scores are then
-    larger by a factor: the number of channels that the transform combines.
+    The transform's elements are 1 and -1, not normalised. The transform combines `near`
+    neighbouring channels, and `far` channels that are spread over the head. The transform spreads a
+    large number in one channel over many channels, so that quantisation steps become finer. Both
+    queries and keys are transformed. The scores of queries and keys are then larger by a factor:
+    the number of channels that the transform combines.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -207,8 +207,8 @@ def _signs(size: int, like: Tensor) -> Tensor:
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor:
     """Return a number per channel, (B, G, D), by which queries are divided and keys are multiplied.
 
-    Scores do not change, and queries and keys get the same energy (sum of squares) in each channel;
-    the energies are estimated from sampled rows. So a few channels with large numbers no longer
+    Scores do not change, and queries and keys get the same energy (sum of squares) in each channel.
+    The energies are estimated from sampled rows. So a few channels with large numbers no longer
     make the quantisation steps of all channels coarser. The average energy over the channels does
     not change. The returned numbers are powers of the square root of two. `whole` is the energy of
     the sampled keys, including their mean. If the queries' means were subtracted, the function
@@ -237,9 +237,9 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
     """Return codes changed in two channels so that their error is nearly orthogonal to `direction`.
 
     If queries have a large common mean, the rounding error of a key affects all queries in the same
-    way. The function removes most of this error by integer changes in two channels: first in the
-    channel where `direction` is largest, then in a channel where `direction` is about a third as
-    large.
+    way. The function removes most of this error by integer changes in two channels. The first is
+    the channel where `direction` is largest, the second a channel where `direction` is about a
+    third as large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -261,8 +261,9 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 
 
 def _by_block(rest: Tensor) -> Tensor:
-    """Return the sums of `rest`, the numbers of each key (B, G, N, D), over the first 0, 1, 2 and
-    so on blocks of keys; the result is (B, G, blocks + 1, D).
+    """Return the sums of `rest` over the first 0, 1, 2 and so on blocks of keys.
+
+    `rest` contains the numbers of each key, (B, G, N, D). The result is (B, G, blocks + 1, D).
     """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
@@ -340,11 +341,11 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes; the result's memory has the order (B,
+    """Return attention over the keys that no mask excludes. The result's memory has the order (B,
     M, H, D).
 
-    The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32,
-    or (B, H, 0) if the caller does not request it.
+    The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32.
+    If the caller does not request the logarithm, the second result is (B, H, 0).
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)

@@ -2,8 +2,9 @@
 """Device functions that round to 8 bits, for kernels that write codes and for kernels that read
 them.
 
-If one number of a group that shares a scale is not finite, the group gets the scale nan. int8 has
-no nan, so with an ordinary scale the code of such a number would decode to an ordinary number.
+If one number of a group that shares a scale is not finite, the group gets the scale nan. The reason
+is that int8 has no nan. With an ordinary scale, the code of such a number would decode to an
+ordinary number.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load some channels of one head's rows in fp32; x is a pair: the pointer to the first row, and
-    the stride between rows.
+    """Load some channels of one head's rows in fp32.
+
+    `x` is a pair: the pointer to the first row, and the stride between rows.
     """
     ptr, stride = x
     mask = is_place[:, None]
@@ -53,16 +55,19 @@ def _whole(x):
 
 @triton.jit
 def _size_bits(x):
-    """Return the bits of |x| as integers, which have the same order as the numbers; nan is larger
-    than infinity.
+    """Return the bits of |x| as integers, which have the same order as the numbers.
+
+    Nan is larger than infinity.
     """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale_of(size, least, limit):
-    """Return the scale for numbers up to `size`; the scale is never 0, and it is nan if `size` is
-    not finite."""
+    """Return the scale for numbers up to `size`.
+
+    The scale is never 0, and it is nan if `size` is not finite.
+    """
     return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
 
 

@@ -131,7 +131,7 @@ class Settings:
 
         The matrix product takes int8 operands, and a 4-bit code times this factor still fits into
         int8. So the kernel that writes a key's codes can multiply these codes by a factor of the
-        key, and each key has its own quantisation step, although the attention kernel reads only
+        key. Each key then has its own quantisation step, although the attention kernel reads only
         one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
@@ -226,7 +226,9 @@ position."""
 
 
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Return the group index of each query and of each key, (L,) int64 each; the rows of a group
-    share a scale."""
+    """Return the group index of each query and of each key, (L,) int64 each.
+
+    The rows of a group share a scale.
+    """
     rules = zip(_SHARED[granularity], (queries, keys), strict=True)
     return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

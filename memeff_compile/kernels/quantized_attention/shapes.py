@@ -101,7 +101,7 @@ def shape_for(
     """Return the tile shape of the attention kernel for a head dimension and GPU.
 
     With `has_tables`, the kernel also loads masks, ids, corrections or scales of individual keys.
-    With `has_starts`, the kernel loads the scores of the queries' means; only Hopper GPUs have
+    With `has_starts`, the kernel loads the scores of the queries' means. Only Hopper GPUs have
     enough shared memory for these scores in addition to the tiles. With `has_f16`, softmax weights
     and values are fp16.
     """

@@ -7,7 +7,7 @@ kernel, a short one, sums the rounding errors of the values. The fifth kernel en
 computes attention. With masks or sequence ids, one more kernel finds the tiles that the fifth
 kernel visits. If means of queries are subtracted, one more kernel computes the scores of these
 means before the fifth kernel runs. The CPU never waits for the GPU or reads a value from it, and
-the launch grids depend only on static sizes, so a CUDA graph can capture the calls. The kernels use
+the launch grids depend only on static sizes. So a CUDA graph can capture the calls. The kernels use
 no atomic operations, so the same inputs give the same bits. The kernels read q, k and v and never
 write to them.
 """
@@ -36,8 +36,10 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of codes and scales that the attention kernel reads; the head dimension D is
-    padded, and the number of keys N is a multiple of `BLOCK`."""
+    """The tensors of codes and scales that the attention kernel reads.
+
+    The head dimension D is padded, and the number of keys N is a multiple of `BLOCK`.
+    """
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
     # loads them
@@ -78,7 +80,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     """Encode q, k and v, and return the codes.
 
     If `settings.granularity` is "row", four kernels compute the codes, otherwise plain PyTorch. The
-    inputs must be bf16, fp16 or fp32. The shape of q is (B, H, M, D); the shape of k and v is (B,
+    inputs must be bf16, fp16 or fp32. The shape of q is (B, H, M, D). The shape of k and v is (B,
     G, N, D), where G is the number of key-value heads.
     """
     _require_rows_in_reach(
@@ -204,7 +206,10 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
     """Return the size and the number of the chunks of keys that the first kernel of a call
-    processes, chosen so that the GPU is busy."""
+    processes.
+
+    The chunks are chosen so that the GPU is busy.
+    """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))
     chunk = tiles_of(tiles_of(keys, wanted), shapes.LOOK_KEYS) * shapes.LOOK_KEYS

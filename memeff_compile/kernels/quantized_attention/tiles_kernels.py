@@ -1,10 +1,10 @@
 # mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 """The attention kernel of the implementation `tiles`: softmax attention over 8-bit codes.
 
-Scores are products of int8 codes, which int32 represents exactly. The scales of the codes, one per
-query and one per block of keys (or per key), are folded into the exponent in base 2, so that a
-single multiply-add turns a score into the exponent of its softmax weight. Softmax weights are at
-most 448, the largest E4M3 number, because an offset is subtracted from the running maximum.
+Scores are products of int8 codes, which int32 represents exactly. The codes have one scale per
+query and one per block of keys (or per key). These scales are folded into the exponent in base 2.
+So a single multiply-add turns a score into the exponent of its softmax weight. Softmax weights are
+at most 448, the largest E4M3 number, because an offset is subtracted from the running maximum.
 Dividing by the sum of the weights cancels this offset.
 
 The product of a tile's softmax weights and values is computed separately, and then added in fp32 to
@@ -13,7 +13,7 @@ only about 14 bits of a sum, too few for many keys.
 
 The softmax weights are not in the registers from which the product with the values would read them.
 So `prepare_kernels` stores the values' tokens in the order in which the registers contain the
-softmax weights; `_reordered` computes this order.
+softmax weights. `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
@@ -65,10 +65,12 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return the scores q k^T of a tile as fp32. With MAGIC_SUM, the result is the scores plus
-    MAGIC_VALUE, so that the bits of an int32 sum can be read as the bits of a float. With STARTS,
-    the result is the scores plus `start`, which contains the scores of the queries' means and has
-    about the same size as MAGIC_VALUE.
+    """Return the scores q k^T of a tile as fp32.
+
+    - With MAGIC_SUM, the result is the scores plus MAGIC_VALUE. So the bits of an int32 sum can be
+      read as the bits of a float.
+    - With STARTS, the result is the scores plus `start`. `start` is MAGIC_VALUE plus the scaled
+      scores of the queries' means, so it has about the same size as MAGIC_VALUE.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")

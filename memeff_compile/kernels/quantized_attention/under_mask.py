@@ -1,7 +1,7 @@
 """Low-bit attention under a mask tensor, for comparisons of accuracy, not for speed.
 
-The op itself takes masking conditions, which a pass reads from the graph. Calibration
-stores attention calls and compares precision levels on them; a stored call contains only the mask.
+The op itself takes masking conditions, which a pass reads from the graph. Calibration stores
+attention calls and compares precision levels on them. A stored call contains only the mask.
 """
 
 from __future__ import annotations

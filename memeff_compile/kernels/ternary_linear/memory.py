@@ -1,7 +1,7 @@
 """The bytes that a ternary linear layer saves for the backward pass, without and with our ops.
 
-The formulas are in N (rows of the weight), K (columns of the weight) and M (tokens), and count the
-tensors that the forward pass of a linear layer saves for the backward pass.
+The formulas are in N (rows of the weight), K (columns of the weight) and M (tokens). The formulas
+count the tensors that the forward pass saves for the backward pass.
 """
 
 from __future__ import annotations

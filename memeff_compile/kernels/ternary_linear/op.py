@@ -100,7 +100,7 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
     """Return a sentence that says why the op cannot multiply x (..., K) by the weight, or None if
     it can.
 
-    The weight (N, K) is None if only the packed weight exists; the bias (N,) may be None.
+    The weight (N, K) is None if only the packed weight exists. The bias (N,) may be None.
     """
     given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
     for name, tensor, rank in given:
@@ -448,8 +448,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of the op's inputs; the gradients of a weight and of its bias are None
-    if no gradient arrives for the result of that weight."""
+    """Return the gradients of the op's inputs.
+
+    If no gradient arrives for the result of a weight, the gradients of that weight and of its bias
+    are None.
+    """
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
     of_x = needs[0] and bool(given)

@@ -1,10 +1,10 @@
-"""The reference implementation of ternary linear layers, in plain PyTorch; it also defines the
-layout of packed weights.
+"""The reference implementation of ternary linear layers, in plain PyTorch. The module also defines
+the layout of packed weights.
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
-the codes of columns 16 t to 16 t + 15: field j of byte b is column 16 t + 4 j + b. Activations are
-stored in the same order, as four planes of bytes: byte 4 t + b of plane j is column 16 t + 4 j + b.
-So field j of a weight word is multiplied by plane j of the activations.
+the codes of columns `16 t` to `16 t + 15`. Field j of byte b is column `16 t + 4 j + b`.
+Activations are stored in the same order, as four planes of bytes. Byte `4 t + b` of plane j is
+column `16 t + 4 j + b`. So field j of a weight word is multiplied by plane j of the activations.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words); columns after
-    K are zero."""
+    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words).
+
+    Columns after K are zero.
+    """
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))
@@ -106,7 +108,7 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantise each token (row) of x, (M, K); return codes (M, K) int8 and scales (M,) float32.
+    """Quantise each token (row) of x, (M, K). Return codes (M, K) int8 and scales (M,) float32.
 
     A token that contains nan, or for which no valid scale exists, gets the scale nan.
     """
@@ -134,8 +136,10 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_fp4(scaled: Tensor) -> Tensor:
-    """Round values to the nearest FP4 numbers; `scaled` contains twice the values, and the result
-    twice the FP4 numbers. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
+    """Round values to the nearest FP4 numbers.
+
+    `scaled` contains twice the values, and the result twice the FP4 numbers. FP4 numbers have the
+    magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
     """
     size = scaled.abs()
     code = torch.zeros_like(size)

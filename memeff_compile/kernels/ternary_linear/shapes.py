@@ -49,7 +49,7 @@ class TileShapes:
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """Return the tile sizes for at most 4 tokens that were fastest, or nearly fastest, on an H200.
 
-    `words` is the number of 32-bit words in a row of weights; `rows` is the number of rows of all
+    `words` is the number of 32-bit words in a row of weights. `rows` is the number of rows of all
     matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()

@@ -38,8 +38,10 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """Return the module with the kernels; importing it imports Triton, so the import happens only
-    when a kernel runs."""
+    """Return the module with the kernels.
+
+    Importing the module imports Triton, so the import happens only when a kernel runs.
+    """
     from . import tiles_kernels
 
     return tiles_kernels
@@ -129,7 +131,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums of codes (M,) int32.
 
-    With `is_chained`, the next kernel in the stream may start before this kernel has ended; that
+    With `is_chained`, the next kernel in the stream may start before this kernel has ended. That
     next kernel must be a `product` or `vectors` with `is_chained`. With `is_early`, this kernel may
     start before the previous kernel in the stream has ended.
     """

@@ -5,7 +5,7 @@ A 32-bit word of packed weights contains the codes of 16 columns: each of its fo
 2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
 (0, 1 or 2). An integer instruction multiplies these codes by four activations, which are stored
 next to each other (in the plane for this field). A stored weight code is larger by one than the
-weight (-1, 0 or 1), so at the end the kernel subtracts the sum of a token's codes.
+weight (-1, 0 or 1). So at the end the kernel subtracts the sum of a token's codes.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -13,8 +13,8 @@ be two steps, as in PyTorch.
 With BYTEWISE, integer products are computed byte by byte, because Triton's interpreter cannot run
 assembly code.
 
-In variable names, rows are rows of the weights (N), tokens are rows of the activations (M), and
-words and bytes run along the columns.
+In variable names, rows are rows of the weights (N), and tokens are rows of the activations (M).
+Words and bytes run along the columns.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def _scale_of_token(
     eps_rounded,
     C: tl.constexpr,
 ):
-    """Return the scale of a token; the caller then passes it to `_checked`, which checks that it is
-    valid."""
+    """Return the scale of a token.
+
+    The caller then passes the scale to `_checked`, which checks that the scale is valid.
+    """
     if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
         statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
@@ -66,9 +68,10 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     values.
 
     The kernel finds the smallest of the kept absolute values, two bits at a time, starting with the
-    highest bits. For each possible value (1, 2 or 3) of the next two bits, the kernel counts the
-    elements that are at least as large as the number with the known bits, then this value, then
-    zeros. A single sum over the token's elements contains all three counts.
+    highest bits. The next two bits have three possible values other than zero: 1, 2 or 3. Each
+    value defines a number: the known bits, then this value, then zeros. The kernel counts the
+    elements that are at least as large as each of these numbers. A single sum over the token's
+    elements contains all three counts.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -124,7 +127,7 @@ def _entering_token(
     """Return a token in float32 after the operations that precede quantisation, rounded wherever
     PyTorch would round to the token's dtype.
 
-    If HAS_UP is set, x becomes relu(x) ** 2 * up; if HAS_NORM is set, an RMS norm follows.
+    If HAS_UP is set, x becomes relu(x) ** 2 * up. If HAS_NORM is set, an RMS norm follows.
     """
     x_ptr, up_ptr, norm_ptr = entering
     KIND: tl.constexpr = x_ptr.dtype.element_ty
@@ -312,8 +315,10 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 
 @triton.jit
 def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Multiply one 2-bit field of each byte of a tile of weights by the plane (the token's codes
-    for that field), and add the products to `acc`.
+    """Multiply one 2-bit field of each byte of a tile of weights by the plane, and add the products
+    to `acc`.
+
+    The plane contains the token's codes for that field.
     """
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)
