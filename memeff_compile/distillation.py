@@ -57,7 +57,7 @@ def linear_divergence(
     without building the logits.
 
     Let p = softmax(z / temperature) with the student's logits z = hidden @ weight.T + bias. Let q
-    be the teacher's softmax, computed in the same way. ``kind`` selects the result per row (token):
+    be the teacher's softmax, computed in the same way. `kind` selects the result per row (token):
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
@@ -70,12 +70,12 @@ def linear_divergence(
 
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
-        weight: (V, D), the weight of the student's output projection, in the dtype of ``hidden``.
+        weight: (V, D), the weight of the student's output projection, in the dtype of `hidden`.
         teacher: (..., K), the teacher's hidden states; or (..., V), its logits. If the
             teacher's logits are deferred, this function does not compute them, unless they have a
             softcap. (Under torch.no_grad() logits are not deferred.)
         teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
-            ``teacher``; None if ``teacher`` contains logits.
+            `teacher`; None if `teacher` contains logits.
         kind: the name of the divergence, as in the table above.
         beta: the teacher's weight in "jsd", between 0 and 1.
         temperature: a positive number by which the logits of student and teacher are divided.
@@ -86,10 +86,10 @@ def linear_divergence(
         bias: (V,), the bias of the student's output projection, or None.
         teacher_bias: (V,), the bias of the teacher's output projection, or None.
         classes: (..., k) int64, the class indices for which the teacher's log-probabilities are
-            known. ``teacher`` then contains these log-probabilities, (..., k), already divided by
+            known. `teacher` then contains these log-probabilities, (..., k), already divided by
             the temperature. The divergence is then a sum over these classes only. A class index
             outside of the vocabulary raises an error.
-        with_rest: if ``classes`` is given, count all other classes together as one more class, for
+        with_rest: if `classes` is given, count all other classes together as one more class, for
             the student and for the teacher.
 
     Returns:
@@ -97,7 +97,7 @@ def linear_divergence(
 
     Raises:
         UnsupportedInputError: a dtype, shape, layout or setting is not supported.
-        TargetRangeError: on the CPU, an index in ``classes`` is outside of the vocabulary. On a
+        TargetRangeError: on the CPU, an index in `classes` is outside of the vocabulary. On a
             GPU, such an index fails an assertion in the kernel.
 
     Example: for (N, D) hidden states, linear_divergence(hidden, head.weight, teacher_hidden,

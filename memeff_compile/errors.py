@@ -1,7 +1,7 @@
 """Every exception class of memeff_compile.
 
 Each error message names the input, the requirement and a remedy. Every error class derives from
-``MemeffError`` and from the built-in class that fits the error, such as ``ValueError``. So code
+`MemeffError` and from the built-in class that fits the error, such as `ValueError`. So code
 which catches built-in errors keeps working. This module has no imports, because it is imported
 while torch itself may still be starting.
 """

@@ -24,7 +24,7 @@ def folded(text: str, title: str = "details") -> str:
 def bars(lengths: Mapping[str, tuple[float, str]]) -> str:
     """Return HTML with one bar for each name, all on the same scale.
 
-    After the bar comes the text that ``lengths`` has for the name.
+    After the bar comes the text that `lengths` has for the name.
 
     Example:
         >>> bars({"before": (2.0, "2 GiB"), "after": (1.0, "1 GiB")}).count("<tr>")

@@ -122,9 +122,9 @@ def _check_choice(key: str, value: object, *, values: Collection[str], of: str =
 def _rule(
     takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
 ) -> Check:
-    """Return a validator that accepts the values for which ``fits`` is true.
+    """Return a validator that accepts the values for which `fits` is true.
 
-    ``takes`` describes these values in an error message, and ``kept`` converts an accepted value.
+    `takes` describes these values in an error message, and `kept` converts an accepted value.
     """
 
     def check(key: str, value: object) -> object:

@@ -182,7 +182,7 @@ class Record:
 
     def _text(self, times: int, quoted: set[str]) -> str:
         """Return one text for `times` equal records. If the sentence of these records is already in
-        ``quoted``, the text shows only the locations.
+        `quoted`, the text shows only the locations.
         """
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
@@ -467,7 +467,7 @@ class GraphReport:
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return the report with the result of `memeff.verify` from the graph's first run.
 
-        If ``undo`` is set, the original graph runs from now on, and the report counts no rewrite of
+        If `undo` is set, the original graph runs from now on, and the report counts no rewrite of
         this graph.
         """
         records = [
@@ -499,7 +499,7 @@ class Report(VerbReport):
     """Every graph compiled since the last reset, oldest first.
 
     The text shows the changes, the bytes of memory that they save, and suggestions for the user.
-    ``details`` adds locations and reasons, and ``to_json`` returns all facts.
+    `details` adds locations and reasons, and `to_json` returns all facts.
 
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
@@ -546,7 +546,7 @@ class Report(VerbReport):
         graph.
 
         Equal records of several layers are merged, and so are graphs in which no pass found a
-        match. ``to_json`` lists each record and each graph.
+        match. `to_json` lists each record and each graph.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP

@@ -8,7 +8,7 @@ folder of `model/` with a file `system.py` defines one `System`, which names eve
 system adds. The core calls every system that `systems()` finds, and contains no system's name, so
 the package works without the files of any system.
 
-A `System` names its functions as text, ``"module:name"``, so that importing the file `system.py`
+A `System` names its functions as text, `"module:name"`, so that importing the file `system.py`
 loads neither torch nor kernels. `Hooks` lists the functions of a system that the core calls.
 """
 
@@ -157,7 +157,7 @@ def _system(module: str) -> System | None:
 
 
 def load(source: str) -> Any:  # noqa: ANN401 - whatever the text names
-    """Return the object that ``"module:name"`` names; modules are relative to the package."""
+    """Return the object that `"module:name"` names; modules are relative to the package."""
     module, _, name = source.partition(":")
     found = import_module(f"memeff_compile.{module}")
     return getattr(found, name) if name else found

@@ -2,7 +2,7 @@
 graphs.
 
 PyTorch finds the function `memeff` in this module through the entry point group
-``torch_dynamo_backends``.
+`torch_dynamo_backends`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ compiler (usually Inductor), and wraps the compiled graph.
 
     torch.compile(model, backend="memeff")
 
-torch finds :func:`memeff` through the entry point group ``torch_dynamo_backends``, so you need not
+torch finds :func:`memeff` through the entry point group `torch_dynamo_backends`, so you need not
 import memeff_compile. :func:`memeff_compile.last_report` shows the results of the passes.
 """
 
@@ -49,13 +49,13 @@ def memeff(
     Args:
         gm: the graph that Dynamo captured.
         example_inputs: the tensors and sizes with which Dynamo captured the graph.
-        mode: an Inductor mode, as ``mode=`` of torch.compile.
-        options: ``memeff.*`` keys, and keys for Inductor.
+        mode: an Inductor mode, as `mode=` of torch.compile.
+        options: `memeff.*` keys, and keys for Inductor.
 
     Raises:
         OptionError: an option is unknown, mistyped or out of range.
-        StrictError: a pass named in ``memeff.strict`` did not apply.
-        MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
+        StrictError: a pass named in `memeff.strict` did not apply.
+        MemeffError: `memeff.logits` is `none` and another part of the model reads the logits.
     """
     chosen = or_off(Options.parse(mode, options))
     for hooks in system.hooks():
@@ -120,7 +120,7 @@ def _at_once(trip: Trip) -> AbstractContextManager[None]:
 def keep_transformers_losses_in_one_graph() -> None:
     """Make Dynamo ignore a one-time warning of transformers while tracing.
 
-    transformers warns for model classes without a ``loss_type`` (such as GPT-2), and this would
+    transformers warns for model classes without a `loss_type` (such as GPT-2), and this would
     cause a graph break between output projection and loss.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
@@ -168,39 +168,39 @@ def compile(
     kv_cache: int | str | Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
-    """Compile with ``backend="memeff"``, and check the options immediately instead of at the first
+    """Compile with `backend="memeff"`, and check the options immediately instead of at the first
     call.
 
-    A module is compiled in place and returned, as ``module.compile()`` does. ``undo(model)`` undoes
-    the compilation. ``torch.compile`` reads a backend's options only at the first call, and refuses
-    ``mode`` together with ``options``. This function checks the two immediately and accepts them
+    A module is compiled in place and returned, as `module.compile()` does. `undo(model)` undoes
+    the compilation. `torch.compile` reads a backend's options only at the first call, and refuses
+    `mode` together with `options`. This function checks the two immediately and accepts them
     together. If an activation checkpoint surrounds FSDP2's hooks, Dynamo leaves layers out of every
     graph. This function compiles such layers one by one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
         mode: An Inductor mode, such as "reduce-overhead".
-        options: As in ``torch.compile(options=...)``, or an ``Options``.
-        dynamic: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``.
-        disable: As in ``torch.compile``.
-        kv_cache: For a transformers model that generates: the number of bits of a ``KVCache``, a
+        options: As in `torch.compile(options=...)`, or an `Options`.
+        dynamic: As in `torch.compile`.
+        fullgraph: As in `torch.compile`.
+        disable: As in `torch.compile`.
+        kv_cache: For a transformers model that generates: the number of bits of a `KVCache`, a
             mapping of its settings, or "static" for an uncompressed cache. Every later
-            ``generate()`` then uses such a cache, as after ``use_kv_cache_``.
-        **settings: Options of memeff as keywords: ``logits="eager"`` sets ``memeff.logits``.
-            ``weights="win4"`` calls ``compress_(model, "win4")`` before the compilation. Any codec
-            of ``compress_`` can be passed. ``compression_report(model)`` returns the report.
-            ``ternary="a4.8"`` calls ``ternarize_(model, "a4.8")`` before the compilation. Any
-            recipe of ``ternarize_`` can be passed.
+            `generate()` then uses such a cache, as after `use_kv_cache_`.
+        **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
+            `weights="win4"` calls `compress_(model, "win4")` before the compilation. Any codec
+            of `compress_` can be passed. `compression_report(model)` returns the report.
+            `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before the compilation. Any
+            recipe of `ternarize_` can be passed.
 
     Returns:
-        The module itself, compiled; for a function, the result of ``torch.compile``.
+        The module itself, compiled; for a function, the result of `torch.compile`.
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
         UnsupportedInputError: The model is neither a module nor a function. If you pass
-            ``kv_cache``, also: a setting of the cache is not supported, or the model cannot use a
-            KVCache. Such a model has no ``generate``, is an encoder-decoder, or needs another kind
+            `kv_cache`, also: a setting of the cache is not supported, or the model cannot use a
+            KVCache. Such a model has no `generate`, is an encoder-decoder, or needs another kind
             of cache.
 
     Example:

@@ -7,11 +7,11 @@ such layers then run without compilation (a PyTorch limitation). So this module 
 separately, which gives each layer a graph inside its checkpoint.
 
 Dynamo also leaves out an output projection with hooks around it, because Dynamo skips the code of
-PyTorch's linear layer. This module compiles the projection's ``forward``, between the hooks. The
+PyTorch's linear layer. This module compiles the projection's `forward`, between the hooks. The
 logits are then deferred, so that a loss after the projection is computed from hidden states and
 weight, without the logits. FSDP2 gathers the weight before the output projection runs. Loss and
 backward pass need the weight right after the projection. So in training this module keeps FSDP2
-from freeing the weight in between, even if ``reshard_after_forward`` is set.
+from freeing the weight in between, even if `reshard_after_forward` is set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def notice(inputs: Iterable[object]) -> list[Tensor]:
 def left_out(weights: Sequence[Tensor]) -> Record | None:
     """Return a remark for the report about layers that no graph contains, or None.
 
-    Call this function after the graph that takes the gathered ``weights`` was captured. Layers of
+    Call this function after the graph that takes the gathered `weights` was captured. Layers of
     one class share a graph. So if one layer of the class is in a graph, all layers of the class are
     compiled.
     """

@@ -1,9 +1,9 @@
 """Take one captured graph through all steps of the backend, and wrap the compiled result.
 
-The class ``Trip`` holds the state of the graph during these steps. The backend analyses the graph
+The class `Trip` holds the state of the graph during these steps. The backend analyses the graph
 twice: before the passes and after them. After compilation, functions of this module wrap the
 compiled graph, for example to check its first call. Each of these functions takes the compiled
-callable and the ``Trip`` object. Each returns a callable with the same arguments, or the compiled
+callable and the `Trip` object. Each returns a callable with the same arguments, or the compiled
 callable itself if no wrapping is needed.
 """
 

@@ -1,1 +1,1 @@
-"""The commands of ``memeff``."""
+"""The commands of `memeff`."""

@@ -1,4 +1,4 @@
-"""``memeff demo``: train a small Llama with and without the backend, and compare loss and memory.
+"""`memeff demo`: train a small Llama with and without the backend, and compare loss and memory.
 
 The training text is the Python sources on this machine, so the demo downloads no data. Each run is
 a new process that compiles, warms up, and then reports the peak memory of its training steps. On a

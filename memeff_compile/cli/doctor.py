@@ -254,7 +254,7 @@ def card_text(name: str) -> str:
 
 
 def _engines(device: torch.device | None = None) -> list[Finding]:
-    """Return findings that name the implementation that each op would use on ``device``, by default
+    """Return findings that name the implementation that each op would use on `device`, by default
     on this machine's GPU or CPU."""
     import torch
 

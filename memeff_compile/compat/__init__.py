@@ -1,7 +1,7 @@
 """Wrap the private names of PyTorch that this package uses in functions, one function for each use.
 
 The folder has one file per component of PyTorch, such as Dynamo and Inductor. Other modules import
-the folder ``compat``, never its files. After a torch release, ``tests/test_compat.py`` checks every
+the folder `compat`, never its files. After a torch release, `tests/test_compat.py` checks every
 name and shows which names no longer work.
 """
 

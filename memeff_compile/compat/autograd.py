@@ -19,7 +19,7 @@ from .tensors import outside_dispatch_modes
 
 
 def has_checkpoint_policy(gm: GraphModule) -> bool:
-    """Return whether an activation checkpoint has a ``context_fn``, which chooses the tensors that
+    """Return whether an activation checkpoint has a `context_fn`, which chooses the tensors that
     the checkpoint saves."""
     return gm.meta.get("_checkpoint_context_fn") is not None
 
@@ -57,7 +57,7 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
     """Make a checkpoint save the results of some calls in its body; return a function that reverts
     this.
 
-    The value of ``kept`` says which op's result is saved:
+    The value of `kept` says which op's result is saved:
 
     - "attention": the fused attention kernel;
     - "product": a matrix product;
@@ -136,12 +136,12 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
-# Returns whether the current code runs under a transform of ``torch.func`` or ``torch.vmap``.
+# Returns whether the current code runs under a transform of `torch.func` or `torch.vmap`.
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Return whether ``vmap`` or ``is_grads_batched`` hides a batch dimension of the tensor."""
+    """Return whether `vmap` or `is_grads_batched` hides a batch dimension of the tensor."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
@@ -187,7 +187,7 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
     """Delete a tensor's table of hooks if the table is empty because all hooks were removed.
 
     If a module whose weights are tensor subclasses is moved to another device, PyTorch calls
-    ``torch.utils.swap_tensors``. With an empty table of hooks, PyTorch then assumes that the
+    `torch.utils.swap_tensors`. With an empty table of hooks, PyTorch then assumes that the
     tensor's hooks are already installed. Hooks registered after the swap would never run.
     """
     if not tensor._post_accumulate_grad_hooks:
@@ -206,7 +206,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]
     """Return whether an optimizer has hooks that run before or after its steps.
 
     Hooks that PyTorch runs for every optimizer count only if they run before a step; the hook
-    passed as ``but`` never counts.
+    passed as `but` never counts.
     """
     return bool(
         optimizer._optimizer_step_pre_hooks

@@ -15,7 +15,7 @@ import torch
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called."""
+    """Return whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -27,7 +27,7 @@ def is_compiled_by_itself(module: torch.nn.Module) -> bool:
 
 
 def without_compile(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that a ``torch.compile`` wrapper wraps, or the module itself."""
+    """Return the module that a `torch.compile` wrapper wraps, or the module itself."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     return module if inner is None else inner
 
@@ -35,9 +35,9 @@ def without_compile(module: torch.nn.Module) -> torch.nn.Module:
 def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with the given arguments of torch.compile.
 
-    ``Module.compile`` has no effect on PyTorch's own modules, such as an nn.Sequential, because
+    `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
     Dynamo skips code in PyTorch's files. For these modules, this function compiles the module's
-    call instead. If ``module`` is a wrapper that ``torch.compile(module)`` returned, this function
+    call instead. If `module` is a wrapper that `torch.compile(module)` returned, this function
     makes the wrapper call the wrapped module directly. The wrapper would otherwise bypass the
     compilation in place.
     """
@@ -58,7 +58,7 @@ def compile_once(
     given: Mapping[str, Any],
     is_idle: Callable[[torch.nn.Module], bool],
 ) -> None:
-    """Compile a module in place, starting with the first call at which ``is_idle`` returns True.
+    """Compile a module in place, starting with the first call at which `is_idle` returns True.
 
     A checkpoint runs a module twice and requires that both runs save the same tensors. So a module
     must not be compiled between the two runs.
@@ -82,9 +82,9 @@ def compile_between_hooks(
     given: Mapping[str, Any],
     before: Callable[[torch.nn.Module], None],
 ) -> None:
-    """Compile a module's ``forward`` in place, so that its hooks run outside of the graph.
+    """Compile a module's `forward` in place, so that its hooks run outside of the graph.
 
-    ``before`` is called before each call, with the module as argument.
+    `before` is called before each call, with the module as argument.
     """
     from torch._dynamo import external_utils
 
@@ -129,7 +129,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _asked_of(held: object) -> Any:
-    """Return the backend that an ``OptimizeContext`` of Dynamo contains.
+    """Return the backend that an `OptimizeContext` of Dynamo contains.
 
     Return None for any other object. The backend has a name and options.
     """
@@ -142,10 +142,10 @@ def _asked_of(held: object) -> Any:
 
 
 def undo_compile(module: torch.nn.Module, name: str) -> str:
-    """Undo the compilation of one module with the backend ``name``.
+    """Undo the compilation of one module with the backend `name`.
 
     Return a description of what was undone, or "" if the module was not compiled with this backend.
-    A wrapper that ``torch.compile(module)`` returned remains usable, and runs the module
+    A wrapper that `torch.compile(module)` returned remains usable, and runs the module
     uncompiled.
     """
     from torch._dynamo.eval_frame import OptimizedModule
@@ -194,7 +194,7 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Replace the compiled call of a module that was compiled in place by ``wrap(call)``."""
+    """Replace the compiled call of a module that was compiled in place by `wrap(call)`."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl

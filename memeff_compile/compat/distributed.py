@@ -14,13 +14,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether ``value`` is a tensor spread over ranks."""
+    """Return whether `value` is a tensor spread over ranks."""
     tensor_module = sys.modules.get("torch.distributed.tensor")
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
 def is_tensor_parallel(weight: torch.Tensor) -> bool:
-    """Return whether each rank multiplies with only its shard of ``weight``; with only FSDP2, ranks
+    """Return whether each rank multiplies with only its shard of `weight`; with only FSDP2, ranks
     multiply with the whole weight."""
     return is_dtensor(weight) and getattr(_find_fsdp2_shard(weight), "is_dtensor", True)
 
@@ -52,9 +52,9 @@ def ignores_gradients(hook: Any) -> bool:
 
 
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of ``weight`` if FSDP2 gathered it, else None.
+    """Return this rank's shard of `weight` if FSDP2 gathered it, else None.
 
-    Optimizers and loaded checkpoints write to the shard, so ``weight`` has the new values only
+    Optimizers and loaded checkpoints write to the shard, so `weight` has the new values only
     after FSDP2 gathers it again.
     """
     param, _ = _fsdp2_owner(weight)
@@ -62,9 +62,9 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Replace this rank's shard of an FSDP2 parameter by ``local``, with gradients off.
+    """Replace this rank's shard of an FSDP2 parameter by `local`, with gradients off.
 
-    ``local`` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Return
+    `local` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Return
     False and replace nothing in these cases:
 
     - FSDP2 does not shard the parameter, or keeps its shards in CPU memory;
@@ -84,7 +84,7 @@ def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> b
 
 
 def is_fsdp_shard(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` is a parameter that FSDP2 shards without CPU offloading."""
+    """Return whether `weight` is a parameter that FSDP2 shards without CPU offloading."""
     param = _find_fsdp2_shard(weight)
     return param is not None and not param.offload_to_cpu
 
@@ -96,7 +96,7 @@ class FsdpShard:
     _param: Any
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether FSDP2 still shards ``parameter``, that is, whether no other parameter has
+        """Return whether FSDP2 still shards `parameter`, that is, whether no other parameter has
         replaced it in its module."""
         return self._param.sharded_param is parameter
 
@@ -118,19 +118,19 @@ def shards_by_fsdp2() -> bool:
 
 
 def is_fsdp2_module(module: torch.nn.Module) -> bool:
-    """Return whether FSDP2 has hooks around ``module``."""
+    """Return whether FSDP2 has hooks around `module`."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     return states is not None and states._get_module_fsdp_state(module) is not None
 
 
 def fsdp_group(weight: torch.Tensor) -> tuple[torch.nn.Module, ...]:
-    """Return the modules whose parameters FSDP2 gathers together with ``weight``, or ()."""
+    """Return the modules whose parameters FSDP2 gathers together with `weight`, or ()."""
     _, group = _fsdp2_owner(weight)
     return () if group is None else tuple(group.modules)
 
 
 def sharded_with(weight: torch.Tensor) -> list[torch.nn.Module]:
-    """Return all modules that FSDP2 shards under the root module that contains ``weight``."""
+    """Return all modules that FSDP2 shards under the root module that contains `weight`."""
     for state in _fsdp2_states():
         if any(module in state._modules for module in fsdp_group(weight)):
             return [module for each in state._state_ctx.all_states for module in each._modules]
@@ -175,8 +175,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a distributed tensor that is like ``tensor``, except that this rank's local tensor is
-    ``local``."""
+    """Return a distributed tensor that is like `tensor`, except that this rank's local tensor is
+    `local`."""
     from torch.distributed.tensor import DTensor
 
     like: Any = tensor
@@ -186,7 +186,7 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_frees_after_forward(weight: Any) -> bool:
-    """Return whether FSDP frees ``weight`` at the end of its module's forward pass.
+    """Return whether FSDP frees `weight` at the end of its module's forward pass.
 
     FSDP1 always frees the weight. FSDP2 frees the weight, except in the outermost group and in
     groups with `reshard_after_forward=False`.
@@ -244,7 +244,7 @@ def free_last_gather(module: torch.nn.Module) -> None:
 
 
 def is_sharded_by_fsdp(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` was gathered from shards by FSDP, 1 or 2."""
+    """Return whether `weight` was gathered from shards by FSDP, 1 or 2."""
     return _is_fsdp1_view(weight) or _fsdp2_owner(weight)[0] is not None
 
 

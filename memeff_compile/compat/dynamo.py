@@ -44,7 +44,7 @@ def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bo
 
 
 def copy_graph(gm: GraphModule) -> Graph:
-    """Return a copy of the graph of ``gm``, from which the original graph can be restored later."""
+    """Return a copy of the graph of `gm`, from which the original graph can be restored later."""
     copied = Graph()
     copied.set_codegen(copy.deepcopy(gm.graph._codegen))
     mapping: dict[Node, Node] = {}
@@ -56,7 +56,7 @@ def copy_graph(gm: GraphModule) -> Graph:
 
 
 def example_value(node: Node) -> Any:
-    """Return the example value of ``node`` (such as a FakeTensor, SymInt or tuple), or None."""
+    """Return the example value of `node` (such as a FakeTensor, SymInt or tuple), or None."""
     return node.meta.get("example_value")
 
 
@@ -69,21 +69,21 @@ def example_input(node: Node) -> Any:
 
 
 def source_name(node: Node) -> str:
-    """Return Dynamo's name for a placeholder, such as ``L['self'].lm_head.weight``."""
+    """Return Dynamo's name for a placeholder, such as `L['self'].lm_head.weight`."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     return "" if source is None else plain_source(str(source.name))
 
 
 def plain_source(path: str) -> str:
     """Return Dynamo's name of an input, without the extra attribute accesses that Dynamo adds for a
-    class with ``__getattr__``."""
+    class with `__getattr__`."""
     return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", path)
 
 
 def running_modules() -> list[torch.nn.Module]:
     """Return the modules whose forward is running, without wrappers for data parallelism.
 
-    Modules that ``torch.compile`` compiles come first, starting with the innermost.
+    Modules that `torch.compile` compiles come first, starting with the innermost.
     The other modules follow, starting with the outermost.
     """
     compiled, others = _calling_modules()
@@ -92,7 +92,7 @@ def running_modules() -> list[torch.nn.Module]:
 
 
 def compiled_module() -> torch.nn.Module | None:
-    """Return the innermost module that ``torch.compile`` compiles and that is running."""
+    """Return the innermost module that `torch.compile` compiles and that is running."""
     compiled, _ = _calling_modules()
     return compiled[0] if compiled else None
 
@@ -144,7 +144,7 @@ def capturing_backend() -> Any:
 
 
 def readable_source(node: Node) -> str:
-    """Return a placeholder's name as it is written in user code, such as ``lm_head.weight``."""
+    """Return a placeholder's name as it is written in user code, such as `lm_head.weight`."""
     held = r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]"
     name = re.sub(held, r".\1", source_name(node))
     local = re.fullmatch(r"L\[['\"](\w+)['\"]\](.*)", name)
@@ -190,7 +190,7 @@ def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
 
 
 def compile_id() -> str:
-    """Return the id of the current compilation, such as ``0/1``, or an empty string."""
+    """Return the id of the current compilation, such as `0/1`, or an empty string."""
     current = CompileContext.current_compile_id()
     return "" if current is None else str(current)
 
@@ -221,8 +221,8 @@ def ignore_while_tracing(function: Callable[..., Any]) -> None:
 def substitute_while_tracing(
     function: Callable[..., Any], substitute: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Let Dynamo trace ``substitute`` where user code calls ``function``; return a copy of
-    ``function``.
+    """Let Dynamo trace `substitute` where user code calls `function`; return a copy of
+    `function`.
 
     The substitute may call the copy, which Dynamo traces like any other function.
     """
@@ -268,7 +268,7 @@ class _NamedFunction(str):
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write ``text()`` into PyTorch's structured trace; call this function only if TORCH_TRACE is
+    """Write `text()` into PyTorch's structured trace; call this function only if TORCH_TRACE is
     set."""
     tracing: Any = torch._logging
     tracing.trace_structured(
@@ -326,7 +326,7 @@ def _is_part(guard: Any, whole: Collection[Any]) -> bool:
 
 
 def feeds_resumed_code(gm: GraphModule) -> bool:
-    """Return whether a graph break follows ``gm``, so that code after the break reads the graph's
+    """Return whether a graph break follows `gm`, so that code after the break reads the graph's
     outputs.
 
     DDP's graph partitions are marked in the same way, but their outputs go to other partitions or
@@ -337,14 +337,14 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
 
 
 def cut_inside(gm: GraphModule) -> str:
-    """Return the name of the function in which the graph ``gm`` ended with a graph break, or ""."""
+    """Return the name of the function in which the graph `gm` ended with a graph break, or ""."""
     why = getattr(gm, "compile_subgraph_reason", None)
     frames = getattr(why, "user_stack", None) or []
     return str(frames[-1].name) if feeds_resumed_code(gm) and frames else ""
 
 
 def is_cut_in(gm: GraphModule, file: str) -> bool:
-    """Return whether the graph break that ended ``gm`` is in the code of the given file, or in code
+    """Return whether the graph break that ended `gm` is in the code of the given file, or in code
     that this file's code called.
     """
     frames = getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or []
@@ -397,7 +397,7 @@ def keep_address(tensor: torch.Tensor) -> None:
 def names_around() -> dict[str, Any]:
     """Return the variables of the function two levels up the call stack, by name.
 
-    If f calls g, and g calls ``names_around``, the result has the variables of f.
+    If f calls g, and g calls `names_around`, the result has the variables of f.
     """
     return sys._getframe(2).f_locals
 

@@ -52,7 +52,7 @@ def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
 
 
 def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
-    """Return whether Inductor will use CUDA graphs with the config changes ``patches``."""
+    """Return whether Inductor will use CUDA graphs with the config changes `patches`."""
     if "triton.cudagraphs" in patches:
         return bool(patches["triton.cudagraphs"])
     from torch._inductor import config
@@ -74,12 +74,12 @@ def start_compile_workers() -> None:
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:
-    """Compile the graph with Inductor; ``patches`` also apply to the backward graph, which Inductor
+    """Compile the graph with Inductor; `patches` also apply to the backward graph, which Inductor
     compiles later.
 
     Inductor's on-disk caches contain only the names of this package's ops, and these ops may change
     between versions. So this function adds the schemas of the ops to the key of each cache entry.
-    ``tag`` is a string, also part of the key, with all other facts that affect the compiled ops but
+    `tag` is a string, also part of the key, with all other facts that affect the compiled ops but
     are not in the graph.
     """
     from torch._inductor import config
@@ -119,7 +119,7 @@ def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Ite
     at the end.
 
     Usually Inductor waits for the kernels of a graph when it loads the graph's code. In this
-    context, Inductor does not wait, so that several graphs compile in parallel. With ``trains``,
+    context, Inductor does not wait, so that several graphs compile in parallel. With `trains`,
     the backward graph also compiles in parallel with the forward graph. Do not use this context for
     GPU graphs: a cached graph contains its Triton kernels, which must be compiled before Inductor
     caches the graph. If an exception occurs, the context ends without waiting.
@@ -267,7 +267,7 @@ def apart_in_tracing() -> Iterator[None]:
 
 
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
-    """Make Inductor's generated Python code call ``op.direct`` instead of the op.
+    """Make Inductor's generated Python code call `op.direct` instead of the op.
 
     The direct call saves time on the CPU: a call through PyTorch's dispatcher takes longer than
     many kernels run. An op whose gradient is written in Python passes through the dispatcher twice.
@@ -298,7 +298,7 @@ def call_in_inductor(op: torch._ops.OpOverload) -> None:
 
 
 def record_artifact(name: str, content: Mapping[str, Any]) -> None:
-    """Add an object to the artifacts that ``torch.compiler.save_cache_artifacts`` saves.
+    """Add an object to the artifacts that `torch.compiler.save_cache_artifacts` saves.
 
     The object must be serialisable as JSON. The artifact has one of Inductor's artifact types, so
     that PyTorch can load it in a process that has not imported this package. For an unknown type,
@@ -343,7 +343,7 @@ def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Co
 
 
 def empty_bf16(size: tuple[int, ...], strides: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Return an empty bf16 tensor on the device of ``like``; if this device is a GPU, it must be
+    """Return an empty bf16 tensor on the device of `like`; if this device is a GPU, it must be
     the current GPU.
 
     The function bypasses the dispatcher, as Inductor's generated code does, because an allocation
@@ -426,7 +426,7 @@ def tracing_again() -> Callable[[], Any]:
 
 
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
-    """Return the graphs that AOTAutograd would pass to Inductor for ``gm``, the forward graph
+    """Return the graphs that AOTAutograd would pass to Inductor for `gm`, the forward graph
     first."""
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx

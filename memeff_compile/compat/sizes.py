@@ -11,7 +11,7 @@ from .dynamo import example_value, source_name
 
 
 def statically_true(condition: Any) -> bool:
-    """Return whether ``condition`` holds for every possible size, without adding a guard."""
+    """Return whether `condition` holds for every possible size, without adding a guard."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -20,7 +20,7 @@ def statically_true(condition: Any) -> bool:
 
 
 def holds(condition: Any) -> bool:
-    """Return whether ``condition`` on sizes holds for the current sizes, and add a guard for the
+    """Return whether `condition` on sizes holds for the current sizes, and add a guard for the
     answer.
 
     If the answer changes in a later call, Dynamo compiles the graph again. If a condition depends
@@ -34,9 +34,10 @@ def holds(condition: Any) -> bool:
 
 
 def known_number(value: Any) -> int | float | None:
-    """Return a number, or the present number of the symbol that a graph node stands for.
+    """Return a number unchanged; for a graph node whose value is a symbol, return the symbol's
+    current number.
 
-    The function adds no guard. Such nodes exist because with ``dynamic=True``, Dynamo turns numbers
+    The function adds no guard. Such nodes exist because with `dynamic=True`, Dynamo turns numbers
     of a config into symbols. If the symbol is a tensor's size, the function returns None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -88,7 +88,7 @@ def can_be_swapped(tensor: torch.Tensor) -> bool:
 
 
 def is_fake(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether ``value`` is a plain fake tensor, not a fake tensor of a wrapper subclass."""
+    """Return whether `value` is a plain fake tensor, not a fake tensor of a wrapper subclass."""
     return type(value) is fake_tensor.FakeTensor
 
 
@@ -107,11 +107,11 @@ def make_without_memory(
     A tensor of a usual wrapper subclass has the dispatch keys of its device, and a null pointer as
     its address. C++ code that reads the memory of such a tensor crashes. Examples are code that
     uses raw pointers or storages, and code that reads a plain tensor after the wrapper was assigned
-    to its ``.data``. The tensor that this function creates has the dispatch keys and the storage of
-    the meta device. The tensor's attribute ``device`` names the given device.
+    to its `.data`. The tensor that this function creates has the dispatch keys and the storage of
+    the meta device. The tensor's attribute `device` names the given device.
 
-    The subclass must handle the ops in ``ABOUT_MEMORY`` in its ``__torch_dispatch__``. The subclass
-    must also have a property ``device``, and a method ``refuse_memory`` that raises an error.
+    The subclass must handle the ops in `ABOUT_MEMORY` in its `__torch_dispatch__`. The subclass
+    must also have a property `device`, and a method `refuse_memory` that raises an error.
     """
     made = torch.Tensor._make_wrapper_subclass(
         cls,
@@ -206,9 +206,9 @@ def is_traced(*tensors: torch.Tensor) -> bool:
 def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any:
     """Return a fake tensor mode, in which tensors have sizes but no memory.
 
-    For each op that runs while Dynamo is not tracing, the mode calls ``outside(op, args, kwargs,
-    run)``, which returns the op's result. ``run()`` computes the sizes of this result. With
-    ``has_addresses``, the address of each tensor is 0; without it, reading an address raises an
+    For each op that runs while Dynamo is not tracing, the mode calls `outside(op, args, kwargs,
+    run)`, which returns the op's result. `run()` computes the sizes of this result. With
+    `has_addresses`, the address of each tensor is 0; without it, reading an address raises an
     error.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -38,7 +38,7 @@ class Request:
         fullgraph: bool = False,
     ) -> Request:
         """Create the settings from an integration's arguments, which are those of
-        ``memeff_compile.compile``.
+        `memeff_compile.compile`.
 
         Raises:
             OptionError: An option is not valid, or is set twice. Options that compress weights or

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class MemeffCallback(Callback):  # type: ignore[misc]
-    """Compile the models of a LightningModule in place with ``backend="memeff"``.
+    """Compile the models of a LightningModule in place with `backend="memeff"`.
 
-    Lightning calls ``training_step`` instead of the module, so compiling the module itself would
+    Lightning calls `training_step` instead of the module, so compiling the module itself would
     have no effect. Instead, the callback compiles, in place, each child module that has parameters.
     The callback runs before training, validation, testing and prediction. Children that are already
     compiled are not changed.
@@ -37,13 +37,13 @@ class MemeffCallback(Callback):  # type: ignore[misc]
         *children: Names of the children to compile, such as "model" or "generator.body"; by default
             all direct children with parameters.
         mode: An Inductor mode, such as "reduce-overhead".
-        options: As in ``torch.compile(options=...)``, or an ``Options``.
-        dynamic: As in ``torch.compile``.
-        fullgraph: As in ``torch.compile``.
-        **settings: Options of memeff_compile by keyword, as in ``memeff_compile.compile``.
+        options: As in `torch.compile(options=...)`, or an `Options`.
+        dynamic: As in `torch.compile`.
+        fullgraph: As in `torch.compile`.
+        **settings: Options of memeff_compile by keyword, as in `memeff_compile.compile`.
 
     Raises:
-        OptionError: For the same reasons as ``memeff_compile.compile``.
+        OptionError: For the same reasons as `memeff_compile.compile`.
         UnsupportedInputError: When training begins: the LightningModule has no child with one of
             the given names, or no child with parameters.
     """

@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 
 class MemeffCallback(TrainerCallback):
-    """Compile the Trainer's model in place with ``backend="memeff"``.
+    """Compile the Trainer's model in place with `backend="memeff"`.
 
-    The arguments are those of ``memeff_compile.compile``, including options by keyword:
-    ``MemeffCallback(logits="eager")``. The options are checked when you create the callback.
+    The arguments are those of `memeff_compile.compile`, including options by keyword:
+    `MemeffCallback(logits="eager")`. The options are checked when you create the callback.
 
-    The Trainer calls the callback at the end of its own constructor, so that ``evaluate()`` and
-    ``predict()`` run compiled even without an earlier ``train()``. The Trainer calls the callback
+    The Trainer calls the callback at the end of its own constructor, so that `evaluate()` and
+    `predict()` run compiled even without an earlier `train()`. The Trainer calls the callback
     again when training begins. At that time, the callback compiles everything that did not exist
     before:
 
-    - a model from ``model_init``;
+    - a model from `model_init`;
     - layers that FSDP2 has sharded since the Trainer was created;
     - the reference model of a TRL trainer;
-    - the whole model, if the callback was added by ``add_callback`` later.
+    - the whole model, if the callback was added by `add_callback` later.
 
     A model that is already compiled is not changed. Compilation happens at the first call of the
     model. So the compiled code includes all changes that accelerate, PEFT or TRL make to
-    ``forward`` before the first step.
+    `forward` before the first step.
 
-    For TRL's trainers, the backend also computes the loss (``integrations.trl``).
+    For TRL's trainers, the backend also computes the loss (`integrations.trl`).
 
     Raises:
-        OptionError: For the same reasons as ``memeff_compile.compile``.
+        OptionError: For the same reasons as `memeff_compile.compile`.
         UnsupportedInputError: When the Trainer is created, if it would replicate the model on
-            several GPUs in one process (``nn.DataParallel``).
+            several GPUs in one process (`nn.DataParallel`).
 
     Example:
         >>> Trainer(model=model, args=args, callbacks=[MemeffCallback()])  # doctest: +SKIP

@@ -1,9 +1,9 @@
 """Let the backend compute the output projection and the loss of TRL's trainers.
 
-TRL's trainers call ``model(..., labels=labels, fused_lm_head=True)``. TRL's patched ``forward``
+TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`. TRL's patched `forward`
 then computes log-probabilities in chunks, inside an autograd function that breaks every graph.
 While this backend captures such a model, the same formula in plain PyTorch replaces TRL's function.
-The pass ``fuse_linear_cross_entropy`` rewrites that formula into one op. Outside of such a capture,
+The pass `fuse_linear_cross_entropy` rewrites that formula into one op. Outside of such a capture,
 and with any other backend, TRL's own function runs.
 
 On a GPU, TRL first selects the tokens whose labels count in the loss, then calls the function. The

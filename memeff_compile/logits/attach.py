@@ -1,10 +1,10 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Create deferred logits, and pass their values to compiled code that takes the logits as inputs.
 
-Deferred logits are computed when they are first read. ``defer`` creates them from hidden states and
-an output projection, and ``attach`` from the outputs of a compiled graph. ``accept`` passes their
-values to compiled code. The autograd function ``_Defer`` returns the logits. The backward pass of
-``_Defer`` computes the product of the output projection again. So, for autograd, deferred logits
+Deferred logits are computed when they are first read. `defer` creates them from hidden states and
+an output projection, and `attach` from the outputs of a compiled graph. `accept` passes their
+values to compiled code. The autograd function `_Defer` returns the logits. The backward pass of
+`_Defer` computes the product of the output projection again. So, for autograd, deferred logits
 are an ordinary non-leaf tensor.
 """
 
@@ -125,7 +125,7 @@ def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...,
     """Wrap a compiled callable so that it receives deferred logits as plain tensors, with
     gradients.
 
-    ``places`` are the positions of those arguments that are deferred logits, returned by another
+    `places` are the positions of those arguments that are deferred logits, returned by another
     compiled callable.
     """
 

@@ -1,12 +1,12 @@
 """Compute results per row (token) of deferred logits with the fused op, for losses outside the
 graph.
 
-``Head`` is some rows of logits in factored form: hidden states, and the output projection that
+`Head` is some rows of logits in factored form: hidden states, and the output projection that
 turns them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the
 logits, the target's logit and the sum of the logits. The op does not build the logits.
-``FusedRows`` is the gradient of such rows of logits. This gradient also has a compact form, with a
+`FusedRows` is the gradient of such rows of logits. This gradient also has a compact form, with a
 few numbers per row instead of one number per class. The backward pass of the deferred logits passes
-``FusedRows`` to the fused loss op. The op computes the gradients of the hidden states and the
+`FusedRows` to the fused loss op. The op computes the gradients of the hidden states and the
 output projection.
 
 Apart from the passes, only this module calls the fused loss op, and always in its exact mode. The
@@ -41,7 +41,7 @@ class Folded(NamedTuple):
     """The steps that turn the output projection's product s into logits z, as arguments of the
     fused op.
 
-    The formula is ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    The formula is `z = softcap * tanh(scale * (s + bias) / softcap)`."""
 
     scale: float  # as above, softcap 0 for none
     softcap: float  # likewise
@@ -256,8 +256,8 @@ _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 class FusedRows:
     """The gradient of some rows of logits z, as a few numbers per row.
 
-    Instead of logits, the rows may be log-probabilities or probabilities. The fields ``outer``,
-    ``nll``, ``lse``, ``total`` and ``plogp`` have one number per row, and ``w`` has one per class.
+    Instead of logits, the rows may be log-probabilities or probabilities. The fields `outer`,
+    `nll`, `lse`, `total` and `plogp` have one number per row, and `w` has one per class.
     With p = softmax(z) and its entropy H, the gradient in a row and column j is::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
@@ -465,8 +465,8 @@ class FusedRows:
         """Return the gradients of the tensors from which the deferred logits are computed.
 
         These tensors are the hidden states, weight, bias and the vectors that the recipe (list of
-        steps) applies. ``base`` is the recipe of the deferred logits. This object's recipe must
-        start with the steps of ``base``.
+        steps) applies. `base` is the recipe of the deferred logits. This object's recipe must
+        start with the steps of `base`.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

@@ -3,11 +3,11 @@
 
 A wrapper subclass has a shape, a dtype, a device and a node in the autograd graph, but no memory.
 Functions that access memory without PyTorch's dispatcher would therefore find no values: pickling,
-numpy, raw pointers, storages and shared memory. ``LazyTensor`` makes each of these functions use a
+numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of these functions use a
 plain tensor instead:
 
-- if the function only reads, the tensor that ``_values`` returns;
-- if the function may also write, the tensor that ``_memory`` returns.
+- if the function only reads, the tensor that `_values` returns;
+- if the function may also write, the tensor that `_memory` returns.
 
 A function that can use neither of the two plain tensors raises an error.
 """
@@ -96,11 +96,11 @@ class LazyTensor(torch.Tensor):
         raise NotImplementedError(_OF_SUBCLASS)
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
-        """Return a plain tensor with the same values, a leaf of the autograd graph if ``self`` is a
+        """Return a plain tensor with the same values, a leaf of the autograd graph if `self` is a
         leaf.
 
         If code calls an operation on the returned tensor, PyTorch raises its usual errors. An
-        example is ``numpy()`` on a tensor that requires a gradient.
+        example is `numpy()` on a tensor that requires a gradient.
         """
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:

@@ -1,6 +1,6 @@
 """Represent the memory that eager PyTorch would allocate for logits.
 
-Deferred logits (logits that are computed when first read) and all their views share one ``Memory``.
+Deferred logits (logits that are computed when first read) and all their views share one `Memory`.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Return whether computing only the rows of ``view`` is cheaper than computing all rows.
+        """Return whether computing only the rows of `view` is cheaper than computing all rows.
 
         The answer depends on how many rows were already computed one view at a time.
         """

@@ -6,17 +6,17 @@ the logits.
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
-``SERVED`` names the PyTorch functions that this module handles before autograd sees them. Each
-handler returns the function's result, which ``memeff::linear_cross_entropy`` computes from hidden
+`SERVED` names the PyTorch functions that this module handles before autograd sees them. Each
+handler returns the function's result, which `memeff::linear_cross_entropy` computes from hidden
 states and the output projection. If a handler declines a call, PyTorch's function runs on the
 computed logits.
 
-``_Rows`` is the autograd function that turns logits into a few numbers per row (token). The
-backward pass of ``_Rows`` returns the gradient of the logits in a compact form (``FusedRows``, a
+`_Rows` is the autograd function that turns logits into a few numbers per row (token). The
+backward pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a
 few numbers per row). Autograd passes this form back through views, casts and scales of the logits.
-So hooks, ``retain_grad`` and ``torch.autograd.grad`` see the autograd graph of eager PyTorch, and
-code that reads the gradient gets a dense tensor. Log-probabilities (``_LogSoftmax``) are deferred
-too. Log-probabilities that code only gathers, sums or passes to ``nll_loss`` are never computed.
+So hooks, `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and
+code that reads the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred
+too. Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class _PLogP(_Function):
 class _NegativeEntropy(_Function):
     """The autograd function that sums the deferred products p log p over the classes.
 
-    The function returns no gradient for its argument ``logs``, the log-probabilities log p.
+    The function returns no gradient for its argument `logs`, the log-probabilities log p.
     """
 
     @staticmethod
@@ -493,7 +493,7 @@ _result_dtypes: dict[Any, torch.dtype] = {}
 
 
 def _result_dtype(name: str, view: View, function: Callable[[Tensor], Tensor]) -> torch.dtype:
-    """Return the dtype of the result of PyTorch's function ``name`` under the current autocast.
+    """Return the dtype of the result of PyTorch's function `name` under the current autocast.
 
     One such name is "log_softmax". To find the dtype, run the function on one row.
     """

@@ -1,9 +1,9 @@
 """Recipes: lists of the steps from hidden states to logits.
 
-A pass writes a recipe, and the runtime executes it. A ``LogitsRecipe`` describes a model's output
+A pass writes a recipe, and the runtime executes it. A `LogitsRecipe` describes a model's output
 projection: the dtype of the product, the orientation of the weight, and the pointwise steps after
-the product. The steps are in the model's order. ``LogitsRecipe.logits`` runs the same PyTorch calls
-as the model would, so its values equal the model's bit for bit. ``LogitsRecipe.gradients`` computes
+the product. The steps are in the model's order. `LogitsRecipe.logits` runs the same PyTorch calls
+as the model would, so its values equal the model's bit for bit. `LogitsRecipe.gradients` computes
 the gradients as autograd would. This method does not compute the logits again if the gradients do
 not depend on the logits.
 
@@ -33,7 +33,7 @@ _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 class Adapter:
     """The product that a LoRA adapter adds to the product of the output projection.
 
-    For hidden states x, the adapter's product is ``scale * B(A(x))``.
+    For hidden states x, the adapter's product is `scale * B(A(x))`.
     """
 
     scale: float
@@ -100,11 +100,11 @@ class LogitsRecipe:
     The steps are:
 
     - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
-    - ("bias", None), which adds the next tensor of ``vectors``. If this addition changes the dtype
+    - ("bias", None), which adds the next tensor of `vectors`. If this addition changes the dtype
       of the logits, the step is ("bias", new dtype) instead.
     - ("adapter", Adapter), only before all other steps, with the next two vectors as A and B;
-    - ("classes", (start, stop, count)), which selects the classes from ``start`` up to, not
-      including, ``stop``. ``count`` is the number of classes before this step.
+    - ("classes", (start, stop, count)), which selects the classes from `start` up to, not
+      including, `stop`. `count` is the number of classes before this step.
     - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). Only code
       outside of the graph adds these three steps.
 
@@ -375,7 +375,7 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 class Modifiers:
     """The pointwise steps that turn the product s into logits z, as arguments of the fused loss op.
 
-    The formula is ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
+    The formula is `z = softcap * tanh(scale * (s + bias) / softcap)`."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0 for no cap
@@ -388,7 +388,7 @@ class Modifiers:
 class Unfoldable:
     """The reason why the steps of a recipe cannot become arguments of the fused loss op.
 
-    ``place`` is the index of the unsupported step."""
+    `place` is the index of the unsupported step."""
 
     code: str
     sentence: str

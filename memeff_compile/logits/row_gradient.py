@@ -1,15 +1,15 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Gradients of logits that are nonzero only in a few rows (tokens); only these rows are stored.
 
-For ``logits[:, -1]``, the backward pass of eager PyTorch returns a gradient as large as all logits,
+For `logits[:, -1]`, the backward pass of eager PyTorch returns a gradient as large as all logits,
 with zeros in nearly all rows. In this module, the backward pass of such a selection returns a
-``RowGradient`` instead. A ``RowGradient`` records reshapes, sums and similar operations without
+`RowGradient` instead. A `RowGradient` records reshapes, sums and similar operations without
 running them. Any other operation runs on the dense gradient, as in eager PyTorch. The backward pass
 of deferred logits (logits that are computed when first read) uses only the rows that a
-``RowGradient`` contains.
+`RowGradient` contains.
 
-A loss of deferred logits outside of the graph also has a ``RowGradient`` as its gradient. This
-gradient contains ``FusedRows``, a few numbers per row. From these, the backward pass of the
+A loss of deferred logits outside of the graph also has a `RowGradient` as its gradient. This
+gradient contains `FusedRows`, a few numbers per row. From these, the backward pass of the
 deferred logits computes the gradients of hidden states and weight.
 """
 
@@ -327,7 +327,7 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up those gradients in compact form (``FusedRows``) that cover the same rows.
+    """Add up those gradients in compact form (`FusedRows`) that cover the same rows.
 
     One call of the fused loss op then handles their sum.
     """

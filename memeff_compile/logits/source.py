@@ -131,7 +131,7 @@ class LogitsSource:
         """Raise a StaleLogitsError if one of the tensors has changed since the logits were
         deferred.
 
-        A write through ``.data`` is detected by comparing sampled elements of the weight. Copying
+        A write through `.data` is detected by comparing sampled elements of the weight. Copying
         the samples to the CPU for the comparison would make the CPU wait for the GPU. So an
         assertion on the GPU compares the samples, before the backward pass. Ordinary training loops
         do not change the output projection before the backward pass.

@@ -1,28 +1,28 @@
 # ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """The class of deferred logits: a tensor whose values are computed on first use.
 
-If a graph's loss does not need the logits, the graph returns hidden states. ``attach.attach`` turns
-these into a ``DeferredLogits``: a tensor with the shape, dtype and autograd node of the logits, but
+If a graph's loss does not need the logits, the graph returns hidden states. `attach.attach` turns
+these into a `DeferredLogits`: a tensor with the shape, dtype and autograd node of the logits, but
 without their memory. Logits that a training loop never reads are never computed. Code that reads
 the logits gets the same values and gradients as in eager PyTorch.
 
 The design, from the outermost object to the innermost:
 
-* ``attach.attach`` replaces outputs of a graph by these tensors. ``attach.defer`` creates one
+* `attach.attach` replaces outputs of a graph by these tensors. `attach.defer` creates one
   tensor with an autograd function.
-* ``DeferredLogits`` is the class of these tensors, a wrapper subclass. The table ``_LAZY`` lists
+* `DeferredLogits` is the class of these tensors, a wrapper subclass. The table `_LAZY` lists
   views, and other operations that do not change the vocabulary dimension. These operations return
-  another ``DeferredLogits``. Every other operation computes the values and returns a plain tensor.
-  Operations on ``DeferredLogits`` run below autograd (after autograd has recorded them). So
+  another `DeferredLogits`. Every other operation computes the values and returns a plain tensor.
+  Operations on `DeferredLogits` run below autograd (after autograd has recorded them). So
   autograd's graph, the views and the version counters are the same as in eager PyTorch. Some views,
   such as a diagonal, do not consist of whole rows (all classes of some tokens). Such views are
-  ``DeferredLogits`` too, so that every write is detected. ``_ABOVE_AUTOGRAD`` lists the functions
+  `DeferredLogits` too, so that every write is detected. `_ABOVE_AUTOGRAD` lists the functions
   that must be handled before autograd records them.
-* ``Memory`` represents the memory that eager PyTorch would allocate. The logits and all their views
-  share one ``Memory``. Each copy or cast of the logits has a ``Memory`` for itself.
-* ``LogitsSource`` contains the hidden states and the output projection, and detects whether they
+* `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
+  share one `Memory`. Each copy or cast of the logits has a `Memory` for itself.
+* `LogitsSource` contains the hidden states and the output projection, and detects whether they
   have changed.
-* ``outside_loss`` computes losses of deferred logits without building the logits.
+* `outside_loss` computes losses of deferred logits without building the logits.
 
 Dynamo does not trace this module.
 """
@@ -455,10 +455,10 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are ``function`` applied to the values of ``view``.
+    """Return a new deferred tensor whose values are `function` applied to the values of `view`.
 
-    The steps in ``recipe`` compute the same new values from hidden states. Return None if the
-    values of ``view`` may differ from logits that are computed now.
+    The steps in `recipe` compute the same new values from hidden states. Return None if the
+    values of `view` may differ from logits that are computed now.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
@@ -605,14 +605,14 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """Return ``.data`` of deferred logits.
+    """Return `.data` of deferred logits.
 
     The result is deferred too if the logits contain all classes of each row. Code may assign
-    deferred logits to the ``.data`` of another tensor. The other tensor then uses the memory of the
+    deferred logits to the `.data` of another tensor. The other tensor then uses the memory of the
     deferred logits.
 
-    As in eager PyTorch, ``.data`` is not a view for autograd. If code writes a value that requires
-    a gradient to ``logits.data``, then ``logits.data`` requires a gradient, and ``logits`` does
+    As in eager PyTorch, `.data` is not a view for autograd. If code writes a value that requires
+    a gradient to `logits.data`, then `logits.data` requires a gradient, and `logits` does
     not.
     """
     data: DeferredLogits = func(view)

@@ -2,7 +2,7 @@
 
 Each rank has a shard of the projection's weight. A read on only one rank, for example to print a
 sample on rank 0, would wait for the other ranks forever. So such a read raises an error
-immediately. Call ``full_tensor()`` on every rank instead, as for a DTensor.
+immediately. Call `full_tensor()` on every rank instead, as for a DTensor.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class View(Part, Protocol):
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
         """Return a deferred tensor in new memory.
 
-        If the present values are already computed, ``function`` computes the new values from them.
-        Otherwise the steps in ``recipe`` compute the new values from hidden states."""
+        If the present values are already computed, `function` computes the new values from them.
+        Otherwise the steps in `recipe` compute the new values from hidden states."""
 
     def to_read(self) -> Tensor:
         """Return an ordinary tensor that autograd treats as a view of the deferred logits."""

@@ -1,9 +1,9 @@
 """Functions that change whole models.
 
-A user calls them explicitly, because ``torch.compile`` must not free the user's tensors. The
+A user calls them explicitly, because `torch.compile` must not free the user's tensors. The
 functions change a model, or create an object for it, such as a cache, and may run kernels. The
 functions do not depend on graphs and passes, and passes do not depend on the functions. A name is
-imported only when code first uses it. transformers imports ``ternary.pretrained`` early, together
+imported only when code first uses it. transformers imports `ternary.pretrained` early, together
 with its quantizers, and that import must not import kernels too.
 """
 

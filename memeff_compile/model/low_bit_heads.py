@@ -69,7 +69,7 @@ class _Heads:
 
 
 class Undo(VerbReport, AbstractContextManager["Undo"]):
-    """The result of a function that changes a model: call it, or leave its ``with`` block, to undo
+    """The result of a function that changes a model: call it, or leave its `with` block, to undo
     the change."""
 
     def __init__(self, undo: Callable[[], None], verb: str, what: str) -> None:
@@ -102,14 +102,14 @@ def use_low_bit_heads_(
     """Make a model round the queries, keys and values of its attention to few bits.
 
     Gradients pass through the rounding unchanged. Rounding happens after the rotary embedding, with
-    one scale per token and head. BitNet a4.8 uses three settings: ``key_value=4``; ``query=4,
-    key_value=4``; and ``query=4, key_value=3, first=1``.
+    one scale per token and head. BitNet a4.8 uses three settings: `key_value=4`; `query=4,
+    key_value=4`; and `query=4, key_value=3, first=1`.
 
     Args:
         model: a transformers model with an attention implementation other than "eager".
         query: the number of bits of queries: 16 (unchanged), 8, 4, 3 or 2.
         key_value: the number of bits of keys and values.
-        first: the number of first tokens of a sequence whose keys and values have ``first_bits``
+        first: the number of first tokens of a sequence whose keys and values have `first_bits`
             bits. First tokens are counted from position 0, so pad on the right.
         first_bits: the number of bits of the first tokens.
 

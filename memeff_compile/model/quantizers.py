@@ -64,7 +64,7 @@ def _load(name: str) -> None:
 
 
 def load_with_quantizers(name: str) -> None:
-    """Import the module ``name``, which adds an entry to transformers' table of quantizers.
+    """Import the module `name`, which adds an entry to transformers' table of quantizers.
 
     Import it now if the table exists, otherwise as soon as transformers creates the table."""
     _modules.append(name)

@@ -37,7 +37,7 @@ PASSES = system.in_order(CORE, lambda each: each.name, lambda each: system.load(
 def in_order(ours: Sequence[GraphPass], theirs: Sequence[GraphPass]) -> tuple[GraphPass, ...]:
     """Return the order in which passes run.
 
-    Each of the user's passes ``theirs`` comes before or after the built-in passes ``ours``, as the
+    Each of the user's passes `theirs` comes before or after the built-in passes `ours`, as the
     user's pass requests."""
     before = [each for each in theirs if each.when == "before"]
     return (*before, *ours, *(each for each in theirs if each not in before))

@@ -8,7 +8,7 @@ The op reads the codes without decoding the whole cache.
     after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
             y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
 
-The user creates the cache as a ``memeff_compile.KVCache``. The pass does not move the calls that
+The user creates the cache as a `memeff_compile.KVCache`. The pass does not move the calls that
 append to the cache. If the pass declines an attention call, the result is correct but slow, because
 every decoding step then decodes all keys and values.
 """
@@ -276,7 +276,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether the value of ``node`` reaches ``end`` through a few nodes.
+    """Return whether the value of `node` reaches `end` through a few nodes.
 
     No node outside of this path may use the value or the results on the path.
     """

@@ -1,15 +1,15 @@
 """Decide whether a graph can return deferred logits, and plan the rewrite.
 
 Deferred logits are computed when they are first read. Two passes use this module. The pass
-``fuse_linear_cross_entropy`` uses the module for logits that a model returns together with its
+`fuse_linear_cross_entropy` uses the module for logits that a model returns together with its
 loss. The pass in this file uses the module for the logits of a training graph without a loss. User
 code then computes the loss from deferred logits outside of the graph, and the fused op computes
-this loss (``memeff_compile/logits/outside_loss.py``).
+this loss (`memeff_compile/logits/outside_loss.py`).
 
 A Hugging Face model returns its logits together with the loss. If the graph returned ordinary
 logits, they would stay in memory. Because they require a gradient, the backward pass would also add
 zeros of the same size to their gradient. So the rewritten graph returns the hidden states (N x D)
-instead, and the backend makes deferred logits from them. ``out.logits`` has the usual shape, dtype
+instead, and the backend makes deferred logits from them. `out.logits` has the usual shape, dtype
 and gradient, but its values are computed only when code reads them.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits

@@ -4,7 +4,7 @@ The op keeps no decoded weight for the backward pass.
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
-W is a ``CodedWeight``, which ``memeff_compile.compress_`` puts in place of a dense weight. Without
+W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense weight. Without
 this pass, each linear layer would decode W. Autograd would keep every layer's decoded weight for
 the backward pass, so compression would save no memory. The op memeff::coded_weight_linear saves the
 compressed weight, and its backward pass decodes the weight again. The pass runs before autograd
@@ -98,7 +98,7 @@ class EncodeWeights(GraphPass):
         return found
 
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
-        """Return the reason why a linear layer cannot share one op with the layers in ``group``, or
+        """Return the reason why a linear layer cannot share one op with the layers in `group`, or
         "".
 
         All these layers have the same input.
@@ -203,7 +203,7 @@ def _dtype(site: Coded) -> torch.dtype:
 
 
 def _whole(node: Node) -> Node:
-    """If ``node`` is this rank's shard of a graph input, return that input, otherwise return the
+    """If `node` is this rank's shard of a graph input, return that input, otherwise return the
     node itself.
     """
     if node.target != "to_local" or node.kwargs or len(node.args) != 1:

@@ -5,14 +5,14 @@
             attended = scaled_dot_product_attention(q, k, v)
             out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
 
-PyTorch has two implementations of nn.MultiheadAttention. With ``need_weights=True``, the default,
+PyTorch has two implementations of nn.MultiheadAttention. With `need_weights=True`, the default,
 the first implementation builds the attention scores and weights, even if no node reads them. With
-``need_weights=False``, the second implementation calls scaled_dot_product_attention. If an
+`need_weights=False`, the second implementation calls scaled_dot_product_attention. If an
 attention mask and a padding mask are given, the second implementation builds a separate mask per
 head.
 
 If no node reads the attention weights, this pass inserts nodes like those of the second
-implementation. The pass uses one mask for all heads, so that the pass ``recover_attention`` can
+implementation. The pass uses one mask for all heads, so that the pass `recover_attention` can
 read the mask. If the rewrite would save neither memory nor time, the pass does not change the node.
 """
 
@@ -48,7 +48,7 @@ class Mask:
 
     node: Node  # the mask as it is passed to the function
     taken: Node | None  # true for hidden keys; None for a mask of other numbers
-    # the nodes that computed the mask from ``taken``, as nn.MultiheadAttention does
+    # the nodes that computed the mask from `taken`, as nn.MultiheadAttention does
     made_by: tuple[Node, ...] = ()
 
 
@@ -363,7 +363,7 @@ class _Expansion:
         """Return the 3D tensor that the first linear layer gets, and the index of its batch axis, 0
         or 1.
 
-        With ``batch_first``, nn.MultiheadAttention swaps the batch and length axes of its inputs.
+        With `batch_first`, nn.MultiheadAttention swaps the batch and length axes of its inputs.
         This pass applies the first linear layer before the swap, so the swap needs no copy.
         """
         node = self.info.current(source)

@@ -14,13 +14,13 @@ The op builds no N x V logits.
 A match of the first kind (first example) computes one number per row (token). The number compares
 the softmax of a student's output projection with a teacher's softmax. The teacher's logits come
 from another output projection of this graph, or exist already as a tensor.
-``losses/divergences.py`` recognises the different ways to write such a divergence. If the rest of
+`losses/divergences.py` recognises the different ways to write such a divergence. If the rest of
 the graph only masks, scales and sums a divergence's numbers, the fused op returns the sum and its
 gradients. The op then needs four matrix products in all. Otherwise the backward pass computes the
 logits again.
 
 A match of the second kind (second example) reads the log-probabilities of k classes per row
-(``losses/classes.py``). A teacher often provides only its k most likely classes. The rest of such a
+(`losses/classes.py`). A teacher often provides only its k most likely classes. The rest of such a
 loss stays in the graph and uses these k numbers.
 
 The pass declines if one of these conditions holds:
@@ -70,7 +70,7 @@ class FuseDivergence(GraphPass):
         """Yield every divergence of an output projection's softmax, and every gather of several
         classes.
 
-        Also yield a Decline for each ``kl_div`` that the pass cannot read.
+        Also yield a Decline for each `kl_div` that the pass cannot read.
         """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):

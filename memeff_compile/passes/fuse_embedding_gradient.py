@@ -24,7 +24,7 @@ Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table, in the
 table's dtype, on every rank. So the pass rewrites the lookup of every large split table. Each rank
-looks up the rows of its own shard, and ``over_ranks`` makes a DTensor of the results. The ranks'
+looks up the rows of its own shard, and `over_ranks` makes a DTensor of the results. The ranks'
 results are summed as before:
 
     before: x = embedding(ids, W).redistribute(...)  # with W: Shard(0)
@@ -278,7 +278,7 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
-    """Return the nodes after ``last`` through which fused output projections use ``weight``.
+    """Return the nodes after `last` through which fused output projections use `weight`.
 
     Such a node is the fused loss op, a cast, or a slice of the classes. Casts of the table to a
     narrower dtype are not included. With them, the gradient would be stored in the table's wider

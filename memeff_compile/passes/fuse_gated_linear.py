@@ -93,7 +93,7 @@ class FuseGatedLinear(GraphPass):
 
 
 def _read(node: Node) -> Gated | None:
-    """Return ``node`` as a linear layer whose input is a gated product, `act(gate) * up`, or None
+    """Return `node` as a linear layer whose input is a gated product, `act(gate) * up`, or None
     for any other node."""
     if (call := call_of(node, aten.linear.default)) is None:
         return None

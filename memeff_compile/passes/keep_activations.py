@@ -7,7 +7,7 @@ The option memeff.recompute determines which results the checkpoints may save.
         number of bytes)
 
 The pass changes neither results nor nodes: it gives the checkpoint a policy, like the argument
-``context_fn`` of ``torch.utils.checkpoint``. The checkpoint then saves results of fused attention
+`context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention
 (with their log-sum-exps) and of linear layers. Everything else is recomputed as before. At times
 the backward pass reads a linear layer's result only after further linear steps, such as the rotary
 embedding of queries and keys. The checkpoint then saves the result of these steps instead. That
@@ -19,7 +19,7 @@ result is not saved in these cases:
 
 - the backward pass does not read the result, because it is only added to the residual and leaves
   the block;
-- ``memeff::gated_linear`` overwrites the result.
+- `memeff::gated_linear` overwrites the result.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _MOVED = 3e12
 class Product:
     """A result that a checkpoint could save, with its size in bytes.
 
-    ``seconds`` estimates the time of the recomputation that saving the result would avoid."""
+    `seconds` estimates the time of the recomputation that saving the result would avoid."""
 
     nodes: tuple[Node, ...]  # whose results are kept
     bytes: int
@@ -216,7 +216,7 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield the results that fit into ``limit`` bytes.
+    """Yield the results that fit into `limit` bytes.
 
     Results whose recomputation would take the most time per byte come first. Among results with
     equal time per byte, those of later blocks come first. The backward pass frees their memory
@@ -326,7 +326,7 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the earlier node whose values ``node`` contains, only moved, or cast to another dtype
+    """Return the earlier node whose values `node` contains, only moved, or cast to another dtype
     and back.
     """
     while node is not linear:

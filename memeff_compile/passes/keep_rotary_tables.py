@@ -86,7 +86,7 @@ class KeepRotaryTables(GraphPass):
 
 
 def _is_wave(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` computes cosines or sines on a GPU, from a value without a
+    """Return whether `node` computes cosines or sines on a GPU, from a value without a
     gradient."""
     call = read_one(node) if node.op in ("call_function", "call_method") else None
     value = info.tensor(node)

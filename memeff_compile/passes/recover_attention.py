@@ -293,7 +293,7 @@ def _read_mask(
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
     """Return the name of the indices if a mask consists of selected rows of a stored mask.
 
-    An example is ``mask[None, None, input_pos]``. Return "" if the indices have no name, and None
+    An example is `mask[None, None, input_pos]`. Return "" if the indices have no name, and None
     for any other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}

@@ -8,12 +8,12 @@ This op reads only the filled part of the cache.
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The pass keeps the in-place writes to the cache, in their order. ``last`` is the last key that a
+The pass keeps the in-place writes to the cache, in their order. `last` is the last key that a
 query may attend to, so for every boolean mask the result equals attention over the whole cache. If
-the mask compares key indices with the positions of the queries, ``last`` has these positions, which
+the mask compares key indices with the positions of the queries, `last` has these positions, which
 stay on the device. The mask is then removed. Any other boolean mask, such as the one that
 generate() builds outside of the graph, is passed to memeff::kv_cache_attention. In this case,
-``last`` is computed from the mask once per forward pass.
+`last` is computed from the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -60,7 +60,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries may attend to: the keys up to ``bound`` - ``minus``, or the keys that a
+    """The keys that queries may attend to: the keys up to `bound` - `minus`, or the keys that a
     mask makes visible.
     """
 
@@ -168,14 +168,14 @@ _WRITING_METHODS = ("index_copy_", "index_put_", "copy_", "__setitem__")
 
 
 def _is_cache_write(node: Node) -> bool:
-    """Return whether ``node`` writes new tokens to some positions of a tensor."""
+    """Return whether `node` writes new tokens to some positions of a tensor."""
     if node.target is operator.setitem or node.target is op_folder.kv_cache_append:
         return True
     return node_name(node) in _WRITING_METHODS
 
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
-    """Return those storages of ``nodes`` that also exist outside of the graph, such as the storages
+    """Return those storages of `nodes` that also exist outside of the graph, such as the storages
     of caches.
     """
     held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
@@ -183,7 +183,7 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
-    """Return whether the memory of ``node`` is one of ``storages``.
+    """Return whether the memory of `node` is one of `storages`.
 
     A copy (of a copy) of a node with such memory counts, too.
     """
@@ -257,7 +257,7 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
-    """If a mask is ``arange(N) <= positions[..., None]``, possibly broadcast, return the keys that
+    """If a mask is `arange(N) <= positions[..., None]`, possibly broadcast, return the keys that
     this mask makes visible; otherwise return None.
     """
     chain: list[Node] = []
@@ -272,7 +272,7 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 
 
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
-    """Return whether ``node`` contains the numbers 0 to N - 1 along its last dimension."""
+    """Return whether `node` contains the numbers 0 to N - 1 along its last dimension."""
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
@@ -301,7 +301,7 @@ _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.defau
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
-    """Return whether ``node`` has the shape (B, 1, M, 1) or (M, 1).
+    """Return whether `node` has the shape (B, 1, M, 1) or (M, 1).
 
     There are B sequences and M queries. B and M may be replaced by 1."""
     value = info.tensor(node)
@@ -325,7 +325,7 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 
 
 def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
-    """Return the node that computes ``last`` for the mask's queries, once for all users of the
+    """Return the node that computes `last` for the mask's queries, once for all users of the
     mask.
     """
     end = info.positions[match.node]
@@ -444,7 +444,7 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
 
 
 def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
-    """Return whether only ``owned`` nodes use the result of a write."""
+    """Return whether only `owned` nodes use the result of a write."""
     others = [node for node in owned[1:] if node.op != "placeholder"]
     return all(set(node.users) <= set(owned) for node in (write, *others))
 
@@ -462,7 +462,7 @@ def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node
 
 
 def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
-    """Return ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new`` as a
+    """Return `cache.index_copy_(2, positions, new)` or `cache[:, :, positions] = new` as a
     write."""
     call = call_of(node, aten.index_copy_.default)
     if call is not None:

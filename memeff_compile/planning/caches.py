@@ -106,7 +106,7 @@ def explain_cache(
     weights: str = "dense",
 ) -> CachePlan:
     """Return the longest context and the largest batch that fit into memory, for each number of
-    bits of a ``KVCache``.
+    bits of a `KVCache`.
 
     The function allocates no memory. Layers with a sliding window stay exact, whatever the number
     of bits.
@@ -116,18 +116,18 @@ def explain_cache(
         memory: memory of the GPU, in bytes or as a size such as "141GB".
         batch: the number of sequences for which the longest context is computed.
         length: the number of tokens per sequence for which the largest batch is computed.
-        scheme: as for ``KVCache``.
-        group: as for ``KVCache``.
-        recent: as for ``KVCache``.
-        keep_first: as for ``KVCache``.
-        merge: as for ``KVCache``, a ``MiniCache`` or its name; with 16 bits, layers are merged but
+        scheme: as for `KVCache`.
+        group: as for `KVCache`.
+        recent: as for `KVCache`.
+        keep_first: as for `KVCache`.
+        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged but
             not encoded.
-        weights: "dense", or a codec of ``compress_``.
+        weights: "dense", or a codec of `compress_`.
 
     Raises:
         ExplainError: the memory is not a size, or keys and values have no common head dimension.
             Also if the model's config lacks the number of layers or of key-value heads.
-        UnsupportedInputError: ``KVCache`` does not support a setting.
+        UnsupportedInputError: `KVCache` does not support a setting.
 
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP
@@ -350,7 +350,7 @@ def _per_pair(
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a pair of merged layers needs.
 
-    The first number is for each older token, the second for a whole cache of ``tokens`` tokens.
+    The first number is for each older token, the second for a whole cache of `tokens` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -76,7 +76,7 @@ class Capture:
         return [lower(with_passes) for lower in self.lowered]
 
     def lengths_in(self, other: Capture) -> Told:
-        """Return which sizes in the capture ``other`` are lengths of sequences.
+        """Return which sizes in the capture `other` are lengths of sequences.
 
         These are the length of the call, and longer lengths if the model adds tokens (such as those
         of an image) to each sequence.
@@ -95,7 +95,7 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if the sizes in this capture and in ``other`` are equal.
+        """Return "" if the sizes in this capture and in `other` are equal.
 
         Sizes are compared as formulas in batch size and length. If sizes or operations
         differ, return a sentence that names the difference."""
@@ -136,7 +136,7 @@ def capture(
     model: nn.Module | Callable[..., Any],
     told: Told,  # the batch and the length to capture it with
 ) -> Capture:
-    """Capture a call of ``model`` with and without the passes; raise ExplainError if that fails."""
+    """Capture a call of `model` with and without the passes; raise ExplainError if that fails."""
     is_running = False
 
     def outside(op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
@@ -346,7 +346,7 @@ def _parameters(
     """Return the paths of parameters in the model, and the path of one module.
 
     This is the module to whose forward the graph belongs. After a graph break, Dynamo calls that
-    module ``self``.
+    module `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):

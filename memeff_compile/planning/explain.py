@@ -53,7 +53,7 @@ def explain(
     progress: bool | None = None,
     **kwargs: object,
 ) -> Explanation:
-    """Report how the backend would rewrite a call of ``model``, and the memory that a step needs.
+    """Report how the backend would rewrite a call of `model`, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
     included. The function copies the model and does not change it. If gradients are enabled, the
@@ -62,8 +62,8 @@ def explain(
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in ``torch.compile(options=...)``. If the option
-            "memeff.weights" is a codec, plans assume that ``compress_`` compressed the weights.
+        options: the backend's options, as in `torch.compile(options=...)`. If the option
+            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
         device: the device that the plan is made for: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
             memory; by default, for the kernels of an H100 or H200.
@@ -285,11 +285,11 @@ class Explanation(VerbReport):
             batch: sequences per GPU; by default those of the call.
             length: tokens per sequence; by default those of the call.
             memory: the memory of one GPU, such as "80GB", for which the largest batch is computed.
-                By default, the memory of the GPU that was passed to ``explain``.
-            **given: the fields of ``Setting``; by default one GPU and no optimizer.
+                By default, the memory of the GPU that was passed to `explain`.
+            **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is not valid; or ``batch`` or ``length`` differs from the
+            ExplainError: a setting is not valid; or `batch` or `length` differs from the
                 call's, although the plan holds only for the call's sizes.
 
         Example:

@@ -76,8 +76,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    ``write`` lists the lines of user code that apply the setting, with one letter for each line.
-    The first letter of the codec replaces ``{}`` in ``write``.
+    `write` lists the lines of user code that apply the setting, with one letter for each line.
+    The first letter of the codec replaces `{}` in `write`.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -301,9 +301,9 @@ def fit(
     This function allocates no tensors and compiles no code.
 
     Args:
-        model: a config.json, a folder with one, ``module:function``, or a model of transformers
+        model: a config.json, a folder with one, `module:function`, or a model of transformers
             without checkpointing, on any device, "meta" included.
-        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that ``gpu``
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
             names.
         gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.
         length: number of tokens per sequence.
@@ -314,8 +314,8 @@ def fit(
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
 
     Raises:
-        ExplainError: the model cannot be built or captured. Also if you passed neither ``memory``
-            nor ``gpu``, or if the GPU's name is unknown.
+        ExplainError: the model cannot be built or captured. Also if you passed neither `memory`
+            nor `gpu`, or if the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit("config.json", gpu="rtx4090", length=2048))  # doctest: +SKIP

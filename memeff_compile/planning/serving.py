@@ -143,7 +143,7 @@ def fit_serving(
 
     Args:
         model: a config.json, a folder with one, or a model of transformers (also on "meta").
-        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that ``gpu``
+        memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
             names.
         gpu: the name of a GPU, such as "rtx4090".
         batch: number of sequences that are generated at the same time.
@@ -152,7 +152,7 @@ def fit_serving(
 
     Raises:
         ExplainError: the model cannot be built, or its config lacks the sizes of a cache. Also if
-            you passed neither ``memory`` nor ``gpu``, or if the GPU's name is unknown.
+            you passed neither `memory` nor `gpu`, or if the GPU's name is unknown.
 
     Example:
         >>> print(memeff_compile.fit_serving("config.json", gpu="rtx4090"))  # doctest: +SKIP

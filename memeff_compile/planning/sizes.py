@@ -1,8 +1,8 @@
 """Describe sizes of buffers by formulas in batch size and length, and by the formulas' values.
 
-The values are computed at a few batch sizes and lengths. A graph has thousands of buffers, so this
-module adds up sizes by their values. This module builds the formula of a sum only for moments at
-which memory can be largest.
+The values are computed at a few batch sizes and lengths. A graph has thousands of buffers, and
+sums of formulas are slow. So this module adds up the values, and builds the formula of a sum only
+for moments at which memory can be largest.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ This module uses a simplified form of Inductor's rules:
 - Kernels run in graph order, each as early as its first node allows.
 - A buffer is freed after its last reader. A kernel may overwrite a buffer that only this kernel
   reads.
-- ``a @ b + c`` is one library call, at the position of the addition.
+- `a @ b + c` is one library call, at the position of the addition.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Timeline:
     ) -> Iterator[Step]:
         """Yield one moment per kernel of a run of the graph, with the buffers that exist then.
 
-        ``transient`` returns the temporary bytes that an op allocates while it runs. ``owned`` maps
+        `transient` returns the temporary bytes that an op allocates while it runs. `owned` maps
         placeholders to their bytes. These placeholders are freed after the last node that reads
         them. All other placeholders belong to the caller and are not counted.
         """
@@ -330,7 +330,7 @@ class _Fusion:
         self.inside = self._read_only_inside()
 
     def leader(self, node: Node) -> Node:
-        """Return the node that represents the kernel of ``node``."""
+        """Return the node that represents the kernel of `node`."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node
@@ -437,7 +437,7 @@ def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
 
 
 def _product_behind(operand: object) -> list[Node]:
-    """Return the mm that computes ``operand``, and the transposes between mm and ``operand``, which
+    """Return the mm that computes `operand`, and the transposes between mm and `operand`, which
     cancel one another.
 
     Return an empty list if there is no such mm.

@@ -41,7 +41,7 @@ _GROUPS = ("scalars", "tensors", "deferred")
 _THROUGH = {"scalars": "", "tensors": " through other outputs", "deferred": " through the logits"}
 
 _MOST_ENTRIES = 1 << 26  # of a larger output, evenly spaced rows are compared
-# Values of ``memeff.linear_cross_entropy`` that change gradients on purpose, on a GPU.
+# Values of `memeff.linear_cross_entropy` that change gradients on purpose, on a GPU.
 LOSSY = ("mass", "block", "published")
 LOSSY_OPS = tuple(f"memeff.{name}" for each in system.systems() for name in each.lossy_ops)
 _GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
@@ -162,7 +162,7 @@ class Comparison:
     @cached_property
     def dropped(self) -> set[int]:
         """Return the positions of outputs that the rewritten graph does not compute because of
-        ``memeff.logits=none``."""
+        `memeff.logits=none`."""
         if self.options.logits != "none":
             return set()
         values: Any = self.rewritten.module.graph.output_node().args[0]

@@ -1,6 +1,6 @@
 """Copy captured graphs so that they run op by op, either unchanged or in float64.
 
-``memeff.verify`` compares the rewritten graph with the original one. Both graphs are copied before
+`memeff.verify` compares the rewritten graph with the original one. Both graphs are copied before
 the inner compiler gets them. The copies run with PyTorch's operations, in the model's arithmetic or
 with every floating-point value in float64. In float64, rounding is negligible, and two equivalent
 graphs agree to many digits.
@@ -130,7 +130,7 @@ def _wider(value: Any) -> Any:
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
     """Run a copied graph with PyTorch's operations.
 
-    With ``wide``, the graph runs in float64 on float64 arguments, and casts and autocast are
+    With `wide`, the graph runs in float64 on float64 arguments, and casts and autocast are
     ignored. If the result of an operation is not in float64, raise CannotWidenError.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module

@@ -1,4 +1,4 @@
-"""Write a Python program that reproduces a mismatch of ``memeff.verify``.
+"""Write a Python program that reproduces a mismatch of `memeff.verify`.
 
 The program has the source of the original and of the rewritten graph, and the inputs for which
 their results differ."""
@@ -34,7 +34,7 @@ class Compared(Protocol):
 
 
 def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Sequence[Any]) -> str:
-    """Write ``repro.py`` and ``inputs.pt`` for a mismatch; return a text with the path and the size
+    """Write `repro.py` and `inputs.pt` for a mismatch; return a text with the path and the size
     of these files.
     """
     try:

@@ -1,16 +1,16 @@
-"""The rule of ``memeff.verify``: how the difference of two runs is measured, and how large it may
+"""The rule of `memeff.verify`: how the difference of two runs is measured, and how large it may
 be.
 
-``memeff.verify`` makes two comparisons. Each of the two measures the difference of two tensors by
+`memeff.verify` makes two comparisons. Each of the two measures the difference of two tensors by
 the Frobenius norm:
 
 * The first comparison runs the original and the rewritten graph in float64. There, rounding affects
-  only the sixteenth digit. So a difference above ``EXACT`` shows that the two graphs do not compute
+  only the sixteenth digit. So a difference above `EXACT` shows that the two graphs do not compute
   the same formula.
 * The second comparison runs the original and the rewritten graph in the model's arithmetic. Each
   result is compared with the original graph's result in float64 (the truth). The error of the
-  rewritten graph may be ``OWN`` times the error of the original graph, plus a constant. This
-  constant (``SLACK``) depends on the coarsest dtype in the graph. If the graph cannot run in
+  rewritten graph may be `OWN` times the error of the original graph, plus a constant. This
+  constant (`SLACK`) depends on the coarsest dtype in the graph. If the graph cannot run in
   float64, the two graphs are compared with each other, and the difference may be at most this
   constant.
 """
@@ -89,8 +89,8 @@ def value_gap(
 ) -> Gap:
     """Compare a value of the rewritten graph with the same value of the original graph.
 
-    The value is an output, or an input to which the graph wrote. If ``truth`` has a wider dtype
-    than ``found``, ``own`` is the value that the original graph computes in the dtype of ``found``.
+    The value is an output, or an input to which the graph wrote. If `truth` has a wider dtype
+    than `found`, `own` is the value that the original graph computes in the dtype of `found`.
     """
     words = _different_kind(found, truth)
     if words:
@@ -113,7 +113,7 @@ def gradient_gaps(
     tolerance: Tolerance,
     own: Sequence[Tensor | None] | None = None,
 ) -> list[Gap]:
-    """Compare the gradients of one backward pass, one per input, in the same way as ``value_gap``.
+    """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
 
     A difference is divided by the norm of the gradient. If the gradient is far smaller than the
     others, the difference is divided by a thousandth of the gradients' typical norm instead. A
@@ -155,8 +155,8 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 class _Norms:
     """The norms over the elements in which the truth (the float64 result) is finite.
 
-    ``error`` is the norm of the rewritten graph's error, ``own`` that of the original graph's
-    error, and ``size`` that of the truth.
+    `error` is the norm of the rewritten graph's error, `own` that of the original graph's
+    error, and `size` that of the truth.
     """
 
     error: float = 0.0

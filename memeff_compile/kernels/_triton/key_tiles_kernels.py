@@ -28,7 +28,7 @@ def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr
     """Return which keys of a tile each query attends to.
 
     `AXIS` is the axis of the queries. `queries` and `keys` are pairs of positions and ids; `span`
-    contains the bounds ``(ahead, behind)``.
+    contains the bounds `(ahead, behind)`.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)

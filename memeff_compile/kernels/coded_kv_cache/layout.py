@@ -29,8 +29,8 @@ PLAIN = 16
 """A value of `bits`: rows are stored as numbers in the dtype of the cache, without scales."""
 
 SCHEMES = ("kivi", "per_head")
-"""``kivi``: keys have a scale and a zero per channel and group of tokens; values per token and
-group of channels. ``per_head``: keys and values have one scale per token and head, and codes are
+"""`kivi`: keys have a scale and a zero per channel and group of tokens; values per token and
+group of channels. `per_head`: keys and values have one scale per token and head, and codes are
 symmetric around zero.
 """
 

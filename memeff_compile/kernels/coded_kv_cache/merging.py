@@ -54,9 +54,9 @@ def shared_direction(
     lower: Tensor,  # (..., D)
     upper: Tensor,  # likewise
     *,
-    # ``slerp``: the point on the arc between the two rows' directions at the fraction `t` of the
-    # arc, counted from the lower layer's; ``average``: their weighted mean, scaled to length one;
-    # ``max_norm``: the direction of the longer row
+    # `slerp`: the point on the arc between the two rows' directions at the fraction `t` of the
+    # arc, counted from the lower layer's; `average`: their weighted mean, scaled to length one;
+    # `max_norm`: the direction of the longer row
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
@@ -75,13 +75,13 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which rows stay unmerged. If `reading` is ``similar``,
+    """Return the distance, (B, H), above which rows stay unmerged. If `reading` is `similar`,
     rows below this distance stay unmerged.
 
     The function uses only the distances (B, H, N) for which `counted` is true. If `counted` is true
     for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
     the largest distance. With 0.1, the rows in the upper tenth of this range stay unmerged or, if
-    `reading` is ``similar``, the rows in its lower tenth. A larger `gamma` keeps more rows
+    `reading` is `similar`, the rows in its lower tenth. A larger `gamma` keeps more rows
     unmerged, and 1 keeps all rows unmerged.
     """
     if gamma >= 1:
@@ -123,7 +123,7 @@ def kept_rows(
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
-    If `scale` is ``norm``, the factor preserves the row's length. If `scale` is ``projection``, the
+    If `scale` is `norm`, the factor preserves the row's length. If `scale` is `projection`, the
     factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64. The
     factor is 0 where the decoded direction is zero.
     """

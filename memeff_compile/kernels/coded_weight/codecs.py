@@ -181,7 +181,7 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return a spill buffer for weights whose codes do not fit: CPU memory for ``count`` elements,
+    """Return a spill buffer for weights whose codes do not fit: CPU memory for `count` elements,
     which GPU kernels can write to.
 
     The spill buffer has dtype int16 and is pinned. Return None if no pinned memory is available, or

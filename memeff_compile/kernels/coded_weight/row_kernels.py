@@ -49,7 +49,10 @@ def chunks_of(weight, first_row, rows, row_length):
 
 @triton.jit
 def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
-    """Load some patches (weights stored whole); positions from index `end` on are -1."""
+    """Load some patches: single elements of the weight that are stored without a code.
+
+    Patches from index `end` on get the position -1.
+    """
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(weight.places + each, mask=each < end, other=-1).to(tl.int32)
     return each, place, tl.load(weight.patterns + each, mask=each < end, other=0).to(tl.int32)
@@ -57,10 +60,9 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of each patch (a weight stored whole). Rows are counted from the
-    program's first row.
+    """Return the row and column of each patch (an element stored without a code).
 
-    A patch before the program's first row gets row -1.
+    Rows are counted from the program's first row. A patch before that row gets row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)

@@ -129,7 +129,7 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 
 
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """Return ``length`` elements of a shared allocation, starting at a byte offset.
+    """Return `length` elements of a shared allocation, starting at a byte offset.
 
     Autograd treats the result as separate memory: a write to one weight's list does not count as a
     write to another weight's list.

@@ -17,12 +17,12 @@ from ..device import on_device
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write ``act(gate) * up`` into ``out``, like `reference.product`, for 16 or 32 bits."""
+    """Write `act(gate) * up` into `out`, like `reference.product`, for 16 or 32 bits."""
     _launch("_gated_linear_in_place_product_kernel", gate, up, out, activation)
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the product
+    """Overwrite `gate` with its gradient, `up` with its gradient, and `grad` with the product
     act(gate) * up.
 
     The arguments are the same as for `reference.gradients`, in bf16, fp16 or fp32.

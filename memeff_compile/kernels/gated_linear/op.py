@@ -35,7 +35,7 @@ ENGINES = {
 def supports(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> str | None:
-    """Return why the op does not support ``gate`` and ``up``, (..., I), and a weight (D, I), or
+    """Return why the op does not support `gate` and `up`, (..., I), and a weight (D, I), or
     None if it does."""
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."

@@ -17,7 +17,7 @@ PIECE = 1 << 16
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write act(gate) * up to the separate buffer ``out``.
+    """Write act(gate) * up to the separate buffer `out`.
 
     All three tensors are (n,) of one floating dtype."""
     for first in range(0, gate.numel(), PIECE):
@@ -26,10 +26,10 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
-    """Overwrite ``gate`` with its gradient, ``up`` with its gradient, and ``grad`` with the product
+    """Overwrite `gate` with its gradient, `up` with its gradient, and `grad` with the product
     act(gate) * up.
 
-    All three tensors are (n,) of one floating dtype. At first, ``grad`` is the gradient of
+    All three tensors are (n,) of one floating dtype. At first, `grad` is the gradient of
     act(gate) * up.
     """
     for first in range(0, gate.numel(), PIECE):

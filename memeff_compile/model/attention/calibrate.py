@@ -1,13 +1,13 @@
 """Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
 During the measurement, the model runs with its usual attention. Each attention call is also
-computed at every level (a low-bit format, such as ``8b``), on the same queries, keys and values.
+computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values.
 The result is compared with the exact one. The model continues with the exact result, so an error in
 one layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
 enough. The mean score does not count.
 
-With the argument ``share``, this share of the attention calls gets the more precise of two levels.
+With the argument `share`, this share of the attention calls gets the more precise of two levels.
 To choose these calls, the model runs again for each call, once at each of the two levels. Only this
 call then runs in low bits. The difference between the two changes of the model's output measures
 the harm of the less precise level. Any change in a call also makes all later layers of a 16-bit
@@ -58,17 +58,17 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """The result of ``calibrate_attention``: a dictionary with a low-bit level per attention
+    """The result of `calibrate_attention`: a dictionary with a low-bit level per attention
     module.
 
-    Pass the dictionary as the option ``memeff.attention``, or store it as JSON. Its keys:
+    Pass the dictionary as the option `memeff.attention`, or store it as JSON. Its keys:
 
-    - ``levels`` maps each attention module to a level, or to a list with a level per call;
-    - ``scores`` contains statistics per attention, level and call: the mean and standard deviation
+    - `levels` maps each attention module to a level, or to a list with a level per call;
+    - `scores` contains statistics per attention, level and call: the mean and standard deviation
       of the score over inputs, and the worst score;
-    - ``min_score`` is the lowest acceptable score, unless you passed ``share``;
-    - ``share`` and ``by`` replace ``min_score`` if you passed ``share``;
-    - ``changes`` exists if ``by`` is "output". For each attention and call, it contains how much
+    - `min_score` is the lowest acceptable score, unless you passed `share`;
+    - `share` and `by` replace `min_score` if you passed `share`;
+    - `changes` exists if `by` is "output". For each attention and call, it contains how much
       more the model's output changes at the first level than at the second. The number is the mean
       over inputs.
     """
@@ -162,7 +162,7 @@ def calibrate_attention(
     The function chooses the first level that is good enough. A score is the cosine similarity of a
     level's result and the exact result, multiplied by (1 - their relative L1 distance). The lowest
     score over all inputs counts. The name of an attention is the path of the module that calls it.
-    The second attention in one call of the module has ``#1`` appended to that name, and so on. A
+    The second attention in one call of the module has `#1` appended to that name, and so on. A
     module may be called several times for one input, as in the steps of a diffusion model. Each of
     these calls gets a separate score and level.
 
@@ -172,28 +172,28 @@ def calibrate_attention(
             arguments, or a single argument. A single mapping or tensor is one run. A run must not
             change its inputs, so pass no KV cache.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
-            ``share``.
-        share: An alternative to ``min_score``: the share of all calls that gets the second of two
+            `share`.
+        share: An alternative to `min_score`: the share of all calls that gets the second of two
             levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
-        levels: The levels to choose from, in this order. By default ``8b`` (INT8 scores) and
-            ``8b+f16`` (INT8 scores, fp16 attention weights and values). If no level reaches the
-            score, ``exact`` is chosen. With ``share``, there must be two levels, by default ``4b``
-            (4-bit scores) and ``8b``. The second may be ``exact``.
-        by: How ``share`` measures harm. "output": for each call and input, the model runs twice
+        levels: The levels to choose from, in this order. By default `8b` (INT8 scores) and
+            `8b+f16` (INT8 scores, fp16 attention weights and values). If no level reaches the
+            score, `exact` is chosen. With `share`, there must be two levels, by default `4b`
+            (4-bit scores) and `8b`. The second may be `exact`.
+        by: How `share` measures harm. "output": for each call and input, the model runs twice
             more, with only this call at the first and at the second level. The harm is the
             difference between the two changes of the model's output, as the mean over inputs. A
-            change is the KL divergence if the output has ``logits``, otherwise the relative squared
+            change is the KL divergence if the output has `logits`, otherwise the relative squared
             error of the largest output tensor. "attention": a call with a lower worst score at the
             first level does more harm, as in SageAttention2. The default is "output" if each
             attention is called once per input and a second run returns the same floating-point
             output. Otherwise the default is "attention".
-        run: A function that runs the model on one input, if ``model(input)`` does not; for example
-            a whole sampling loop. With ``by="output"``, this function must return the model's
+        run: A function that runs the model on one input, if `model(input)` does not; for example
+            a whole sampling loop. With `by="output"`, this function must return the model's
             output.
 
     Returns:
-        The level of each attention module, as a value for the option ``memeff.attention``. The
+        The level of each attention module, as a value for the option `memeff.attention`. The
             result can be printed and stored as JSON.
 
     Raises:
@@ -245,9 +245,9 @@ def calibrate_attention(
 
 
 def _note(by_call: list[list[float]], place: int, number: float) -> None:
-    """Append a number to the list of the call with index ``place``.
+    """Append a number to the list of the call with index `place`.
 
-    If ``place`` is the index after the last list, first append an empty list for a new call."""
+    If `place` is the index after the last list, first append an empty list for a new call."""
     if place == len(by_call):
         by_call.append([])
     by_call[place].append(number)
@@ -268,7 +268,7 @@ class _Run:
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
         """Compare each attention call at each level with the exact result, and add the scores to
-        the dictionary ``found``. Return the name and the number of each call that was scored.
+        the dictionary `found`. Return the name and the number of each call that was scored.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -297,12 +297,12 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Add the harm of the first level of ``pair`` to ``changes``, for each call in ``places``.
+        """Add the harm of the first level of `pair` to `changes`, for each call in `places`.
 
         The model runs with only this call at the first level, and with only this call at the second
         level. The harm is how much more the model's output changes at the first level.
 
-        Return a sentence if the output cannot be compared, otherwise None. With ``are_single``, the
+        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, the
         output cannot be compared if an attention was called more than once.
         """
         if self.exact is None:
@@ -328,9 +328,9 @@ class _Run:
         return None
 
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
-        """Return how much the model's output changes if the call ``place`` runs at a low-bit level.
+        """Return how much the model's output changes if the call `place` runs at a low-bit level.
 
-        If ``place`` is None, return the change between two exact runs."""
+        If `place` is None, return the change between two exact runs."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None
@@ -406,7 +406,7 @@ def _by_share(
 ) -> dict[str, list[str]]:
     """Return the level of each attention call, by module.
 
-    The fraction ``share`` of calls that do most harm gets the second level. All other calls get the
+    The fraction `share` of calls that do most harm gets the second level. All other calls get the
     first level.
     """
     low, high = levels

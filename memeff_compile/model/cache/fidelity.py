@@ -1,11 +1,11 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
-The model runs twice on each input: with an exact cache, and with a ``KVCache`` that holds all
+The model runs twice on each input: with an exact cache, and with a `KVCache` that holds all
 tokens but the last few. In each run, the model predicts each of these last tokens from the tokens
 before it. No tokens are generated. The report compares the probabilities of the next token in the
 two runs. The similarity of two layers shows whether merging these layers can work.
 
-The method ``plot`` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
+The method `plot` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
 2405.14366).
 """
 
@@ -44,39 +44,39 @@ _KINDS = ("keys", "values")
 
 @dataclass(frozen=True)
 class FidelityReport(VerbReport):
-    """The result of ``fidelity_report``, which can be printed and stored as JSON.
+    """The result of `fidelity_report`, which can be printed and stored as JSON.
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
         pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
-            among those that attend to all tokens. The dictionary's ``layers`` are the numbers of
-            the two layers. For ``keys`` and for ``values``, the dictionary describes the cosines
+            among those that attend to all tokens. The dictionary's `layers` are the numbers of
+            the two layers. For `keys` and for `values`, the dictionary describes the cosines
             between the vectors of the same token in the two layers. The dictionary has their mean,
-            their 5th percentile, and a histogram with ``BINS`` bins from -1 to 1. Its ``aligned``
-            contains the mean cosines of ``keys`` and of ``values`` after the two layers are
-            aligned. Its ``has_window`` says whether one of the two layers has a sliding window
-            (such layers stay exact and never merge). If ``each_pair`` was passed, its ``kl`` is the
-            KL divergence (as in ``logits``) of a cache that merges only this pair.
-        attention: for each attention call that both runs made, the ``mean`` and the ``worst``
+            their 5th percentile, and a histogram with `BINS` bins from -1 to 1. Its `aligned`
+            contains the mean cosines of `keys` and of `values` after the two layers are
+            aligned. Its `has_window` says whether one of the two layers has a sliding window
+            (such layers stay exact and never merge). If `each_pair` was passed, its `kl` is the
+            KL divergence (as in `logits`) of a cache that merges only this pair.
+        attention: for each attention call that both runs made, the `mean` and the `worst`
             cosine between the results in the two runs. Empty if the model never calls
             scaled_dot_product_attention.
-        logits: ``kl``, the mean KL divergence of the next-token probabilities from those with an
-            exact cache, in nats, and ``kl_worst``, the largest of these divergences. ``agreement``
+        logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
+            exact cache, in nats, and `kl_worst`, the largest of these divergences. `agreement`
             is the share of positions at which the most likely token is the same. The mean loss of
-            the input's tokens is ``loss_exact`` with an exact cache and ``loss`` with the measured
+            the input's tokens is `loss_exact` with an exact cache and `loss` with the measured
             cache.
-        memory: the ``bytes`` of the measured cache, the bytes that keys and values take in the
-            model's dtype (``before``), and the ``ratio`` ``before`` / ``bytes``.
-        merged: ``KVCache.merged`` for the last input.
-        codes: if the measured cache merges layers: the ``bits``, ``kl`` and ``ratio`` of other
+        memory: the `bytes` of the measured cache, the bytes that keys and values take in the
+            model's dtype (`before`), and the `ratio` `before` / `bytes`.
+        merged: `KVCache.merged` for the last input.
+        codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other
             caches, for comparison. All but the last do not merge layers. One has as many bits as
             the measured cache, one has 3, and one has 2 (equal caches appear once). Another has 3
-            bits for keys and 2 for values (its entry has ``value_bits``). The last also has these
-            bits, and merges the values of all layers (its entry has ``values_merged``).
-        maps: for each pair in ``pairs``, the maps that align the upper layer with the lower one,
+            bits for keys and 2 for values (its entry has `value_bits`). The last also has these
+            bits, and merges the values of all layers (its entry has `values_merged`).
+        maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
             fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
             keys and of values. The second has the matching head of the lower layer for each head of
-            the upper layer. A cache that is created with ``MiniCache(fidelity=report)`` uses these
+            the upper layer. A cache that is created with `MiniCache(fidelity=report)` uses these
             maps from its first token on. The JSON does not contain the maps.
     """
 
@@ -109,12 +109,12 @@ class FidelityReport(VerbReport):
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def cheapest(self, count: int) -> tuple[int, int] | None:
-        """Return ``start_layer`` and ``end_layer`` for merging ``count`` consecutive pairs at least
+        """Return `start_layer` and `end_layer` for merging `count` consecutive pairs at least
         cost.
 
         The cost is the sum of the pairs' errors. The error of a pair is the error of a cache that
         merges only this pair. Return None if no such pairs were measured, for example because
-        ``each_pair`` was not passed.
+        `each_pair` was not passed.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []
@@ -209,30 +209,30 @@ def fidelity_report(
     each_pair: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> FidelityReport:
-    """Measure how a model's predictions with a ``KVCache`` differ from its predictions with an
+    """Measure how a model's predictions with a `KVCache` differ from its predictions with an
     exact cache.
 
     Args:
         model: a causal language model of transformers. It runs eagerly, without gradients, in eval
             mode, and its mode is restored afterwards.
-        inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, if prompts are
-            padded on the left, ``attention_mask``; or a list of these. Use long inputs, because the
-            last ``recent`` tokens are exact in every cache.
-        bits: as in ``KVCache``.
-        merge: as in ``KVCache``.
+        inputs: token ids (batch, tokens), or a mapping with `input_ids` and, if prompts are
+            padded on the left, `attention_mask`; or a list of these. Use long inputs, because the
+            last `recent` tokens are exact in every cache.
+        bits: as in `KVCache`.
+        merge: as in `KVCache`.
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
         each_pair: also measure, for each pair of layers that can be merged, a cache that merges
             only this pair. The results show which layers can be merged at the least cost. The model
             then runs once more for each pair and input.
-        settings: further settings of ``KVCache``, except ``max_cache_len``.
+        settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:
         A report on the similarity of layers, the results of attention, the divergence of
         probabilities, and memory.
 
     Raises:
-        CalibrationError: There are no inputs, an input is too short, or ``steps`` is too small.
+        CalibrationError: There are no inputs, an input is too short, or `steps` is too small.
 
     Example:
         >>> report = fidelity_report(model, ids, bits=4, merge="minicache")  # doctest: +SKIP
@@ -312,7 +312,7 @@ class _Run(NamedTuple):
 def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
     """Run the model on all tokens of an input.
 
-    If ``cache`` is given, the model first runs on all but the last ``steps`` tokens to fill the
+    If `cache` is given, the model first runs on all but the last `steps` tokens to fill the
     cache. The last tokens then attend to the contents of the cache.
     """
     from memeff_compile.model.cache.layers import CACHE_NAME  # transformers, slow to import

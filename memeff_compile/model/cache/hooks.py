@@ -15,7 +15,7 @@ from memeff_compile.system import Hooks, Request, Undone
 
 
 class CacheHooks(Hooks):
-    """Hooks that make a model's ``generate()`` use this package's KV caches.
+    """Hooks that make a model's `generate()` use this package's KV caches.
 
     The hooks also compile the model in place so that caches of any length share the same graphs."""
 

@@ -56,7 +56,7 @@ _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 class KVCache(Cache):
-    """A low-bit KV cache that you pass as ``past_key_values``, or as ``cache`` since transformers
+    """A low-bit KV cache that you pass as `past_key_values`, or as `cache` since transformers
     5.24.
 
     Args:
@@ -67,19 +67,19 @@ class KVCache(Cache):
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
-        scheme: ``kivi`` (a scale and a zero point per channel of keys and per token of values) or
-            ``per_head`` (one scale per token and head).
+        scheme: `kivi` (a scale and a zero point per channel of keys and per token of values) or
+            `per_head` (one scale per token and head).
         group: number of tokens that are encoded together: 32, 64 or 128.
         recent: the minimum number of latest tokens that stay exact; a multiple of 16.
         keep_first: the number of a sequence's first tokens that stay exact, because in most models
             all tokens attend to them.
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
-            padding. With this mask, ``keep_first`` counts from the first token after the padding,
+            padding. With this mask, `keep_first` counts from the first token after the padding,
             and scales ignore padding.
-        merge: None, ``"minicache"``, or a ``MiniCache`` with settings. The two layers of a pair
+        merge: None, `"minicache"`, or a `MiniCache` with settings. The two layers of a pair
             then share one direction (unit vector) for the keys of each older token, and one for the
             values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
-            unless you pass the result of ``fidelity_report`` for your model.
+            unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -158,11 +158,11 @@ class KVCache(Cache):
 
         Each dictionary has these keys:
 
-        - ``layers``: the numbers of the pair's two layers;
-        - ``merged``: the number of merged tokens;
-        - ``kept``: the mean number of tokens per sequence and head that stayed unmerged, not
+        - `layers`: the numbers of the pair's two layers;
+        - `merged`: the number of merged tokens;
+        - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not
           counting the exact first tokens;
-        - ``left_over``: the mean number of tokens per sequence and head that did not fit into the
+        - `left_over`: the mean number of tokens per sequence and head that did not fit into the
           memory for unmerged tokens.
         """
         found = []
@@ -368,7 +368,7 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Replace each pair of layers that can be merged, from the start layer of ``merge`` on.
+    """Replace each pair of layers that can be merged, from the start layer of `merge` on.
 
     The two new layers share the directions (unit vectors) of their older tokens' keys and values.
     Two layers form a pair if they are consecutive among the layers that attend to all tokens. A
@@ -626,28 +626,28 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Make every later ``model.generate(...)`` use a ``KVCache``, also inside pipelines.
+    """Make every later `model.generate(...)` use a `KVCache`, also inside pipelines.
 
-    A ``generate`` call to which you pass a cache, or ``use_cache=False``, is not affected. Cache
+    A `generate` call to which you pass a cache, or `use_cache=False`, is not affected. Cache
     lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
     later calls. On a GPU, generate() itself compiles the decoding step, with this backend unless
-    you choose another one. The most recent ``use_kv_cache_`` applies until you undo it. Copies of
+    you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies of
     the model inherit the setting.
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.
-        bits: the number of bits, as for ``KVCache``.
+        bits: the number of bits, as for `KVCache`.
         max_cache_len: the largest number of tokens that fit into a cache; by default the number
             that each call needs, rounded up.
-        settings: further settings, as for ``KVCache``.
+        settings: further settings, as for `KVCache`.
 
     Returns:
-        An object that reverts the setting: call it, or use it in a ``with`` statement. The returned
+        An object that reverts the setting: call it, or use it in a `with` statement. The returned
         object is also a report.
 
     Raises:
         UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache. Such a
-            model has no ``generate``, is an encoder-decoder, or uses another kind of cache.
+            model has no `generate`, is an encoder-decoder, or uses another kind of cache.
 
     Example:
         undo = memeff_compile.use_kv_cache_(model, bits=4)

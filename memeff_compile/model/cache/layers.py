@@ -114,7 +114,7 @@ class InPlace(CacheLayerMixin):
 
     @property
     def room(self) -> int:
-        """Return the largest number of tokens that fit into the layer (``max_cache_len``).
+        """Return the largest number of tokens that fit into the layer (`max_cache_len`).
 
         If a buffer has one entry per token, this number comes from the buffer's shape. Compiled
         code then accepts caches of any length.
@@ -363,7 +363,7 @@ class WindowLayer(AsTheyCome):
         return self.keys.index_select(2, places), self.values.index_select(2, places)
 
     def make_room(self, new: int) -> None:
-        """Copy the window's tokens to the front of the memory if ``new`` more tokens do not fit
+        """Copy the window's tokens to the front of the memory if `new` more tokens do not fit
         after the existing ones.
 
         This method runs before the compiled decoding step, so that the step only appends tokens,

@@ -93,7 +93,7 @@ class Pair:
     def kept(self) -> dict[str, float]:
         """Return two numbers of tokens per sequence and head.
 
-        ``kept`` tokens stay unmerged, not counting the exact first tokens. ``left_over`` tokens
+        `kept` tokens stay unmerged, not counting the exact first tokens. `left_over` tokens
         should have stayed unmerged but did not fit."""
         held: Any = self
         if self.shape is None:

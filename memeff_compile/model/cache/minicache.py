@@ -45,8 +45,8 @@ class Measured(Protocol):
     def pairs(self) -> list[dict[str, Any]]:
         """Return a dictionary for each pair of layers.
 
-        The dictionary contains the numbers of the ``layers``, and the ``mean`` cosine between their
-        keys and between their values. The entry ``aligned`` contains the mean cosines after the
+        The dictionary contains the numbers of the `layers`, and the `mean` cosine between their
+        keys and between their values. The entry `aligned` contains the mean cosines after the
         layers are aligned.
         """
 
@@ -63,9 +63,9 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class MiniCache:
-    """The settings with which a ``KVCache`` merges pairs of layers.
+    """The settings with which a `KVCache` merges pairs of layers.
 
-    ``fidelity_report`` measures how much accuracy the merge costs. Two layers form a pair if they
+    `fidelity_report` measures how much accuracy the merge costs. Two layers form a pair if they
     are consecutive among the layers that attend to all tokens. A layer with a sliding window that
     lies between the two layers stays exact.
 
@@ -74,36 +74,36 @@ class MiniCache:
             The first pair starts at the first layer, from this one on, that attends to all tokens.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other.
-            ``fidelity_report`` shows the cost.
-        align: ``heads`` takes three steps before the merge. Each layer's mean is subtracted from
+            `fidelity_report` shows the cost.
+        align: `heads` takes three steps before the merge. Each layer's mean is subtracted from
             its keys and values. The heads of the two layers are paired. The upper layer's vectors
             are rotated towards the lower layer's. The rotations are fitted to the first tokens that
-            the cache gets. ``none`` merges without these three steps, as the paper does.
-        rule: how one direction is computed from two. ``slerp`` takes a point on the arc between
-            them, and ``average`` their weighted mean. ``max_norm`` takes the direction of the
+            the cache gets. `none` merges without these three steps, as the paper does.
+        rule: how one direction is computed from two. `slerp` takes a point on the arc between
+            them, and `average` their weighted mean. `max_norm` takes the direction of the
             longer vector.
-        t: the position on the arc for ``slerp``, or the weight of the upper layer for ``average``.
+        t: the position on the arc for `slerp`, or the weight of the upper layer for `average`.
             The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
             default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
         gamma: which tokens stay unmerged. A token's distance is the distance between its vectors in
             the two layers. A token stays unmerged if its distance is near the largest distance
-            (with ``reading="similar"``, the smallest). Near means a difference of at most ``gamma``
+            (with `reading="similar"`, the smallest). Near means a difference of at most `gamma`
             times the range of all distances. A larger number keeps more tokens unmerged, and 1
             keeps all that fit.
-        retained: the memory for unmerged tokens, as a share of ``max_cache_len``. If the memory is
+        retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
             too small for all such tokens, those that differ most between the layers stay unmerged.
-        reading: which tokens stay unmerged. With ``distinct``, these are the tokens that differ
-            most between the layers. With ``similar``, another interpretation of the paper's
+        reading: which tokens stay unmerged. With `distinct`, these are the tokens that differ
+            most between the layers. With `similar`, another interpretation of the paper's
             inequality, these are the tokens that differ least.
-        scale: the length that a merged vector gets. ``norm`` restores the vector's original length.
-            ``projection`` uses the length with the smallest error.
+        scale: the length that a merged vector gets. `norm` restores the vector's original length.
+            `projection` uses the length with the smallest error.
         values_only: merge only values. Each layer then stores codes of its own keys. No values stay
-            unmerged, except those of the first tokens, and ``gamma``, ``retained`` and ``reading``
+            unmerged, except those of the first tokens, and `gamma`, `retained` and `reading`
             have no effect.
-        fidelity: the result of ``fidelity_report`` for the model. Without this report, creating a
+        fidelity: the result of `fidelity_report` for the model. Without this report, creating a
             cache with merged layers shows a warning. Creating the cache raises an error if other
             layers lie between two layers whose keys would be merged. With this report, the cache
-            raises an error for a pair of layers whose mean cosine is below the threshold ``ALIKE``.
+            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
             The report's rotations are used if the cache's first tokens are too few to fit
             rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
@@ -169,7 +169,7 @@ class MiniCache:
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged tokens fit into a cache with a length of ``tokens``.
+        """Return how many unmerged tokens fit into a cache with a length of `tokens`.
 
         With the default settings, 328 fit into a cache with a length of 32768.
         """
@@ -264,8 +264,8 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return every pair of neighbours with equal entries in ``kinds``; a layer may be in two pairs.
+    """Return every pair of neighbours with equal entries in `kinds`; a layer may be in two pairs.
 
-    Neighbours are consecutive among the layers whose entry in ``kinds`` is not None."""
+    Neighbours are consecutive among the layers whose entry in `kinds` is not None."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

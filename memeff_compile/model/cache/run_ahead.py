@@ -3,9 +3,9 @@
 The CPU prepares a decoding step while the GPU runs the previous one. After each token, generate()
 checks whether all sequences have ended. Before the check, the CPU waits for the GPU. During the
 check, the GPU waits for the CPU. transformers can check after the next step has started
-(``DeferredStopCheck``) and discard the extra step, but it does so only on Apple GPUs (``mps``).
+(`DeferredStopCheck`) and discard the extra step, but it does so only on Apple GPUs (`mps`).
 With this module, transformers also checks one step late on CUDA GPUs, for caches that
-``use_kv_cache_`` creates. Other caches are not affected.
+`use_kv_cache_` creates. Other caches are not affected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _also_ours(usual: Callable[..., bool]) -> Callable[..., bool]:
 def may_be_late(loop: Mapping[str, Any]) -> bool:
     """Return whether one extra decoding step has no effect that the user can observe.
 
-    The answer depends on ``loop``, the local variables of generate(). If generation ends only at a
+    The answer depends on `loop`, the local variables of generate(). If generation ends only at a
     given length, there is no extra step. Otherwise, an extra step could have effects that the user
     sees. An extra step may draw one more random number. An extra step also calls logits processors
     and stopping criteria, which may have a state, once more.

@@ -1,7 +1,7 @@
 """Find the activation function of a model's gated MLPs, and replace it by BitNet a4.8's squared
 ReLU.
 
-BitNet a4.8 is designed for ``down(relu(gate(x)) ** 2 * up(x))``. Model classes use different names
+BitNet a4.8 is designed for `down(relu(gate(x)) ** 2 * up(x))`. Model classes use different names
 for the layers of a gated MLP. So this module runs each MLP's forward with its layers replaced by
 stand-ins that return known numbers. The results show which module is the activation function.
 """
@@ -79,7 +79,7 @@ class _Notes(nn.Module):
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
     """Return the description of a module as a gated MLP.
 
-    If the module is not a gated MLP, the description says why. ``roles`` gives the role of each
+    If the module is not a gated MLP, the description says why. `roles` gives the role of each
     child: "gate or up", or "down".
     """
     kind = type(module).__name__

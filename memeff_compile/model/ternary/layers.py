@@ -48,7 +48,7 @@ class SquaredReLU(nn.Module):
     """The activation function relu(x) ** 2 of BitNet a4.8's gated MLP.
 
     Attributes:
-        was: the activation function that this one replaced and that ``undo`` restores, or None.
+        was: the activation function that this one replaced and that `undo` restores, or None.
         names: the entries of the model's config that named the replaced function, with their
             values.
     """
@@ -80,15 +80,15 @@ class TernaryLinear(nn.Linear):
     """A trainable linear layer that rounds its weight to -1, 0, 1 and its input to few bits.
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
-    scale, 1 / mean(abs(weight)), and rounds it. ``kind`` determines how each token's input vector
+    scale, 1 / mean(abs(weight)), and rounds it. `kind` determines how each token's input vector
     is quantised. Gradients pass through both roundings unchanged. For the backward pass, autograd
     keeps two bits per weight and one byte per input element in memory.
 
     Attributes:
         kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the
-            elements with the largest magnitudes, 0 for the others). You may change ``kind`` at any
+            elements with the largest magnitudes, 0 for the others). You may change `kind` at any
             time.
-        was_dense: whether ``ternarize_`` created the module from an nn.Linear, which ``undo``
+        was_dense: whether `ternarize_` created the module from an nn.Linear, which `undo`
             restores.
 
     Example:

@@ -64,7 +64,7 @@ class PackedTernaryQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        One packed linear layer is also saved with an empty tensor as its ``weight``. Without this
+        One packed linear layer is also saved with an empty tensor as its `weight`. Without this
         tensor, a process in which this quantizer is not registered would silently load random dense
         weights. With it, transformers raises an error, because the shape of the weight is wrong.
         """

@@ -52,7 +52,7 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     """Rotate the hidden states of a dense model in place, so that quantisers lose less.
 
     The function returns the model. The logits stay the same, up to rounding. Call this function
-    before ``ternarize_(model, "a4.8")`` and before you create the optimizer. The model must have
+    before `ternarize_(model, "a4.8")` and before you create the optimizer. The model must have
     the structure of Llama, Mistral, Qwen2 or Qwen3 in transformers. The function raises an error
     for other models and leaves them unchanged.
 
@@ -61,7 +61,7 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     weights. So rotate a large model before you move it to a GPU.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
-    multiplied into it. ``config.tie_word_embeddings`` becomes False. ``undo`` cannot restore the
+    multiplied into it. `config.tie_word_embeddings` becomes False. `undo` cannot restore the
     weights.
 
     Args:
@@ -88,7 +88,7 @@ def rotation(size: int, seed: int = 0) -> Tensor:
     """Return an orthogonal fp64 matrix: random signs times a Kronecker product.
 
     The product's first factor is a Hadamard matrix. The matrix has as many rows as the largest
-    power of two that divides ``size``. The second factor is a random rotation of the remaining
+    power of two that divides `size`. The second factor is a random rotation of the remaining
     size.
     """
     draw = torch.Generator().manual_seed(seed)

@@ -27,19 +27,19 @@ class TernaryStages:
     """The two training stages of BitNet a4.8.
 
     In the first stage, which is most of the training, linear layers quantise their inputs to 8
-    bits. In the second stage, the recipe ``second`` applies, by default "a4.8". The optimizer state
+    bits. In the second stage, the recipe `second` applies, by default "a4.8". The optimizer state
     remains valid, because the parameters remain the same objects. The switch to the second stage
     changes an attribute of each linear layer, so a compiled model is compiled once more.
 
     Args:
-        model: A model that ``ternarize_`` can change, or has already changed.
+        model: A model that `ternarize_` can change, or has already changed.
         steps: The number of steps of the whole training.
         share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in ``ternarize_``; ``kinds`` applies to the second stage, ``skip`` to both
+        kinds, skip: As in `ternarize_`; `kinds` applies to the second stage, `skip` to both
             stages.
-        activation: As in ``ternarize_``, for both stages; the paper uses "relu2".
-        low_bit_heads: As in ``ternarize_``, for the second stage.
+        activation: As in `ternarize_`, for both stages; the paper uses "relu2".
+        low_bit_heads: As in `ternarize_`, for the second stage.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             parameter group.
         scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's

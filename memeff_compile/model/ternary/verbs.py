@@ -83,16 +83,16 @@ def ternarize_(
 ) -> Model:
     """Replace the linear layers of a model by trainable ternary ones, in place; return the model.
 
-    ``verb_report(model)`` lists the layers and how each of them quantises its input tokens.
+    `verb_report(model)` lists the layers and how each of them quantises its input tokens.
 
     Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
-    dicts of the model remain valid. Output projections (``get_output_embeddings()``, ``lm_head``)
+    dicts of the model remain valid. Output projections (`get_output_embeddings()`, `lm_head`)
     and linear layers that share their weight with an embedding stay dense. If the model is already
     ternary, this call only changes how inputs are quantised. The second stage of BitNet a4.8 begins
-    with such a call (see ``TernaryStages``).
+    with such a call (see `TernaryStages`).
 
     Args:
-        model: Any module; its linear layers of the exact class ``nn.Linear`` are changed.
+        model: Any module; its linear layers of the exact class `nn.Linear` are changed.
         recipe: how linear layers quantise their inputs. "b1.58": INT8 in all layers. "a4.8": INT4
             in the query, key, value, gate and up projections, INT8 in the down projection. The
             attention output projection gets INT8 for the half of the elements with the largest
@@ -107,14 +107,14 @@ def ternarize_(
             functions unchanged, and the report names the activation functions for which the paper's
             recipe was not designed.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
-            ``use_low_bit_heads_`` as a mapping. None leaves attention unchanged.
+            `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
     Raises:
         OptionError: The recipe or a kind is unknown. The model has no linear layer to change, or
             one whose name the recipe does not know. A linear layer with hooks or parametrisations
-            also raises this error, because they would be lost. If you pass ``activation``, so does
+            also raises this error, because they would be lost. If you pass `activation`, so does
             an MLP without an activation function that can be replaced. If you pass
-            ``low_bit_heads``, so does attention that cannot get low-bit heads.
+            `low_bit_heads`, so does attention that cannot get low-bit heads.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
@@ -380,15 +380,15 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     The function returns the model.
 
-    ``verb_report(model)`` lists the linear layers and their sizes in bytes.
+    `verb_report(model)` lists the linear layers and their sizes in bytes.
 
     The full-precision weights are freed. Packed weights take an eighth of the memory of bf16
-    weights. The function packs the linear layers that ``ternarize_`` makes. The function also packs
-    the linear layers of transformers' BitNet models: ``AutoBitLinear``, online and offline, and the
-    packed ``BitLinear``. Some of these classes in transformers multiply the codes by their scale,
-    others divide. A packed layer always divides. ``save_pretrained`` saves packed transformers
-    models, and ``from_pretrained`` loads them in packed form after memeff_compile was imported. To
-    load a state dict, create the model, call ``ternarize_`` and ``pack_ternary_`` on it, and then
+    weights. The function packs the linear layers that `ternarize_` makes. The function also packs
+    the linear layers of transformers' BitNet models: `AutoBitLinear`, online and offline, and the
+    packed `BitLinear`. Some of these classes in transformers multiply the codes by their scale,
+    others divide. A packed layer always divides. `save_pretrained` saves packed transformers
+    models, and `from_pretrained` loads them in packed form after memeff_compile was imported. To
+    load a state dict, create the model, call `ternarize_` and `pack_ternary_` on it, and then
     load.
 
     Args:

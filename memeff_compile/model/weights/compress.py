@@ -1,9 +1,9 @@
 """Compress the weights of a model's linear layers (compress_), or make them dense again
 (decompress_).
 
-A compressed weight is a ``CodedWeight`` that replaces the dense parameter, under the same name.
+A compressed weight is a `CodedWeight` that replaces the dense parameter, under the same name.
 Reading the parameter decodes the weight: with lossless codes, it equals the original bf16 weight
-bit for bit. ``state_dict`` returns dense tensors, and ``load_state_dict`` accepts them. Weights are
+bit for bit. `state_dict` returns dense tensors, and `load_state_dict` accepts them. Weights are
 encoded one at a time, and each dense weight is freed immediately. So during the compression the
 model never takes more memory than the dense model plus one weight.
 """
@@ -220,8 +220,8 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linear layers in place.
 
-    The function compresses those bf16 weights that only ``nn.Linear`` modules use. With ``layers``,
-    you can name more classes. With ``mantissa=7``, the default, this compression is lossless. If
+    The function compresses those bf16 weights that only `nn.Linear` modules use. With `layers`,
+    you can name more classes. With `mantissa=7`, the default, this compression is lossless. If
     the input has only a few tokens, the kernel of the matrix product decodes the weight itself. The
     kernel then adds up the products in another order than a dense matrix product does. Call this
     function before you create an optimizer and before you compile the model.
@@ -229,21 +229,21 @@ def compress_(
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.
         codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest); "win4:k3" is
-            "win4" with ``mantissa=3``.
+            "win4" with `mantissa=3`.
         mantissa: the number of mantissa bits to keep: 7 (all, lossless), 3, 1 or 0. Values below 7
             are lossy and only for inference: the weights then no longer require gradients.
         block: for lossy compression, the number of weights that share a normaliser: 32, 64, 128,
             256 or 512. Weights are divided by their normaliser before they are rounded.
         skip: names of modules that stay dense, with everything inside them. A name matches the last
-            components of a path, and ``*`` and ``?`` match as in file names.
+            components of a path, and `*` and `?` match as in file names.
         min_size: a weight with fewer elements stays dense.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output
             projection shares its weight with the embedding, name both "Linear" and "Embedding",
-            and set ``skip=()``.
+            and set `skip=()`.
         inputs: for lossy compression, example inputs of the model. Each run is a mapping of keyword
             arguments, a tuple or list of arguments, or a single argument. A single mapping or
-            tensor is one run. With ``inputs``, weights are rounded so that their products with such
+            tensor is one run. With `inputs`, weights are rounded so that their products with such
             inputs are more precise, at the same number of bits. For this, the model runs eagerly,
             without gradients, in eval mode.
         progress: whether to show a progress bar (with tqdm, if it is installed); None shows it only
@@ -253,7 +253,7 @@ def compress_(
         A report with the result for each weight.
 
     Raises:
-        OptionError: The codec, mantissa or block does not exist, or ``inputs`` is empty or has no
+        OptionError: The codec, mantissa or block does not exist, or `inputs` is empty or has no
             effect.
 
     Example:
@@ -290,10 +290,10 @@ def compress_(
 
 
 def compressible(model: nn.Module) -> list[Tensor]:
-    """Return the weights that ``compress_`` compresses by default, including those on the meta
+    """Return the weights that `compress_` compresses by default, including those on the meta
     device.
 
-    The result may contain too many weights: ``compress_`` leaves a weight dense if its codes would
+    The result may contain too many weights: `compress_` leaves a weight dense if its codes would
     take more than nine tenths of its memory.
     """
     found = []
@@ -744,8 +744,8 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
 
 
 def put_loaded(model: nn.Module, loaded: Mapping[str, CodedWeight]) -> None:
-    """Replace the parameters whose names are keys of ``loaded`` by the compressed weights in
-    ``loaded``, in every module that uses these parameters."""
+    """Replace the parameters whose names are keys of `loaded` by the compressed weights in
+    `loaded`, in every module that uses these parameters."""
     places = {}
     for place in _places(model):
         for path, _, attribute in place.owners:

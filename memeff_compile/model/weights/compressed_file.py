@@ -96,16 +96,16 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> Changes:
 def load_compressed_(
     model: nn.Module, path: str | PathLike[str], *, device: object = None
 ) -> Changes:
-    """Load a file of ``save_compressed`` into a model of the same architecture, without a dense
+    """Load a file of `save_compressed` into a model of the same architecture, without a dense
     copy.
 
     Buffers that a state dict omits, such as rotary angles, keep the values that they have in
-    ``model``. A warning names the buffers whose values differ from the saved model's. Buffers on
+    `model`. A warning names the buffers whose values differ from the saved model's. Buffers on
     the meta device get their values from the file, or from the module's initialisation.
 
     Args:
         model: a dense or compressed model, which may be on the meta device.
-        path: the file that ``save_compressed`` wrote.
+        path: the file that `save_compressed` wrote.
         device: the device for the weights of a model on the meta device; by default the CPU.
 
     Returns:
@@ -226,7 +226,7 @@ def _initialised(
     """Return a buffer with the values that the module's initialisation computes, or None.
 
     A transformers model has one method that initialises all its modules. In other models, each
-    module has a method ``reset_parameters``. This function calls the method only if every parameter
+    module has a method `reset_parameters`. This function calls the method only if every parameter
     of the module is on the meta device. So no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):

@@ -108,7 +108,7 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return the start of a free region of ``count`` elements in the ring, or None.
+        """Return the start of a free region of `count` elements in the ring, or None.
 
         The used region of the ring extends from its tail to its head.
         """
@@ -175,7 +175,7 @@ class _Queue:
     def add(self, value: Unsettled, count: int) -> None:
         """Add a weight's new value to the queue.
 
-        Before the backward pass ends, ``settle`` checks whether the codes of this value fitted into
+        Before the backward pass ends, `settle` checks whether the codes of this value fitted into
         the memory of the weight's old codes.
         """
         if value.is_settled:
@@ -549,9 +549,9 @@ def optim_in_backward(
 ) -> BackwardOptimizer:
     """Update every trainable weight during the backward pass, as soon as its gradient exists.
 
-    After ``loss.backward()``, all weights are updated and all gradients are freed. Global-norm
-    clipping is therefore impossible, because ``clip_grad_norm_`` would see no gradients. Instead,
-    ``max_norm`` clips the gradient of each parameter by its own norm.
+    After `loss.backward()`, all weights are updated and all gradients are freed. Global-norm
+    clipping is therefore impossible, because `clip_grad_norm_` would see no gradients. Instead,
+    `max_norm` clips the gradient of each parameter by its own norm.
 
     Args:
         model: a model with compressed or dense weights, or both. FSDP2 may shard dense weights. DDP
@@ -559,11 +559,11 @@ def optim_in_backward(
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter. If a backward pass
             computes no gradient for a parameter, the parameter's update comes correspondingly
-            later. If ``accumulate`` is more than one, dense gradients stay in memory until the
+            later. If `accumulate` is more than one, dense gradients stay in memory until the
             update, as in usual training.
         max_norm: the largest allowed norm of each parameter's gradient. A gradient with a larger
             norm is scaled down.
-        settings: arguments of the optimizer class, such as ``lr``.
+        settings: arguments of the optimizer class, such as `lr`.
 
     Returns:
         An optimizer object for schedulers, checkpoints and training loops.

@@ -1,9 +1,9 @@
 """Save and load compressed models with transformers' save_pretrained and from_pretrained.
 
 The saved folder contains the usual files. config.json lists the compressed weights. The weight
-files contain each coded tensor of a weight as a plain tensor named ``<name>.<part>``. transformers
-imports this module together with its quantizers, before its models exist. So this module imports
-the modules of this package that need torch only when a compressed model is used.
+files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. transformers
+imports this module together with its quantizers, before it imports its model classes. So this
+module imports the modules of this package that need torch only when a compressed model is used.
 """
 
 from __future__ import annotations

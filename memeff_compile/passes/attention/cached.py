@@ -59,7 +59,7 @@ def unserved_setting(info: GraphInfo, match: CachedSite, without_causal: str) ->
     """Return the reason why this package's cache ops do not support an attention call over a KV
     cache, or None.
 
-    ``without_causal`` is the remedy that the reason names for a call with `is_causal=True`.
+    `without_causal` is the remedy that the reason names for a call with `is_causal=True`.
     """
     node, args, value = match.node, match.call.args, info.tensor(match.node)
     if value is None or value.requires_grad:

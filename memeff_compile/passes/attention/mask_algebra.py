@@ -45,7 +45,7 @@ class Axis:
 class Read:
     """The element of a graph node's tensor at an index; an unknown in formulas.
 
-    Two reads of the same element with different ``moment`` may have different values: the graph
+    Two reads of the same element with different `moment` may have different values: the graph
     writes to the tensor's memory between the two moments.
     """
 
@@ -154,11 +154,11 @@ class Fixed:
 
 
 class AtLeastZero(_OfSum):
-    """The condition ``sum >= 0``."""
+    """The condition `sum >= 0`."""
 
 
 class IsZero(_OfSum):
-    """The condition ``sum == 0``."""
+    """The condition `sum == 0`."""
 
 
 class Flag(_OfRead):
@@ -191,14 +191,14 @@ class TooLarge(Exception):
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return the condition ``total >= 0``; if it is true at every index, or false at every index,
+    """Return the condition `total >= 0`; if it is true at every index, or false at every index,
     return TRUE or FALSE.
     """
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return the condition ``total == 0``; if it is true at every index, or false at every index,
+    """Return the condition `total == 0`; if it is true at every index, or false at every index,
     return TRUE or FALSE.
     """
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
@@ -233,7 +233,7 @@ def _joined(
 
 
 def negated(formula: Formula) -> Formula:
-    """Return the negation of a formula; in the result, ``Not`` surrounds only booleans read from
+    """Return the negation of a formula; in the result, `Not` surrounds only booleans read from
     tensors (`Flag`) and equalities (`IsZero`)."""
     match formula:
         case Fixed(value):
@@ -308,7 +308,7 @@ def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
 
 
 def combined(left: Cases, right: Cases, operation: Callable[[float, float], float]) -> Cases:
-    """Return ``operation`` applied to two numbers with cases; the result has one case for each pair
+    """Return `operation` applied to two numbers with cases; the result has one case for each pair
     of their cases.
     """
     return cases(
@@ -320,7 +320,7 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
     """Return the formula that holds at the indices at which the number satisfies the condition
-    ``wanted``."""
+    `wanted`."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
 
@@ -328,7 +328,7 @@ def allowed_by(scalar: Scalar) -> Formula | None:
     """Return the formula that holds for the keys that a mask makes visible.
 
     A boolean mask is true for visible keys, and a floating-point mask adds zero to their scores. A
-    floating-point mask must add ``MASKED`` (-65504) or a lower number to the score of every other
+    floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other
     key. Return None if the mask adds other or unknown numbers to scores, as a bias does.
     """
     if isinstance(scalar, Cases):
@@ -374,7 +374,7 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
     """Return a formula in which sums replace axis indices.
 
-    The formula is a scalar, a ``Linear`` or a ``Read``. The dictionary ``by`` maps each axis index
+    The formula is a scalar, a `Linear` or a `Read`. The dictionary `by` maps each axis index
     to its sum.
     """
     if not isinstance(scalar, Linear):
@@ -402,7 +402,7 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in a formula: a scalar, a ``Linear`` or a ``Read``.
+    """Return the axes that occur in a formula: a scalar, a `Linear` or a `Read`.
 
     The formula's value depends on the index along these axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
@@ -410,7 +410,7 @@ def axes_in(scalar: Any) -> set[Axis]:
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return each ``Read`` (an element of a tensor) on which a scalar (a formula) depends.
+    """Return each `Read` (an element of a tensor) on which a scalar (a formula) depends.
 
     An element that is used as an index of another tensor counts, too."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()

@@ -6,10 +6,10 @@ tensors.
 - bounds on the key's position relative to the query's;
 - tables of visible keys;
 - comparisons of sequence ids;
-- other conditions, in the form's ``rest``.
+- other conditions, in the form's `rest`.
 
 A condition counts as a bound or a comparison only if this is proved for all sizes, including
-symbolic ones. Otherwise the condition is put into ``rest``.
+symbolic ones. Otherwise the condition is put into `rest`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Ids:
 class Form:
     """All conditions of a mask; a query attends to a key if all of them hold."""
 
-    causal: Size | None = None  # o if the mask requires ``key <= query + o``, else None
-    window: Size | None = None  # w if the mask requires ``key > query - w``, else None
-    keys: Size | None = None  # n if the mask requires ``key < n``, else None
+    causal: Size | None = None  # o if the mask requires `key <= query + o`, else None
+    window: Size | None = None  # w if the mask requires `key > query - w`, else None
+    keys: Size | None = None  # n if the mask requires `key < n`, else None
     tables: tuple[Formula, ...] = ()  # conditions on the key, and on the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
@@ -104,7 +104,7 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Sort the conditions of a mask into a ``Form`` (bounds, tables, comparisons and the rest).
+    """Sort the conditions of a mask into a `Form` (bounds, tables, comparisons and the rest).
 
     The last two axes of the mask's shape are query and key."""
     formula = algebra.decided(formula, shape)
@@ -196,7 +196,7 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
     """Add a bound to the mask's conditions (`Form`); if they already bound the same index, keep the
     stricter of the two bounds.
 
-    If it is not known which bound is stricter, the new bound is added to ``rest``.
+    If it is not known which bound is stricter, the new bound is added to `rest`.
     """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):
@@ -267,11 +267,11 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Replace comparisons of positions by comparisons of indices, for queries and keys with equal
     ids.
 
-    ``positions`` maps each element of a tensor of sequence ids (a ``Read``) to the position of the
+    `positions` maps each element of a tensor of sequence ids (a `Read`) to the position of the
     same token. Where two neighbouring tokens have equal ids, the position increases by one. The
-    last two of the formula's ``rank`` axes are query and key.
+    last two of the formula's `rank` axes are query and key.
 
-    Example: ``ids[q] == ids[k] and P[k] <= P[q]`` becomes ``ids[q] == ids[k] and k <= q``.
+    Example: `ids[q] == ids[k] and P[k] <= P[q]` becomes `ids[q] == ids[k] and k <= q`.
     """
     if not isinstance(formula, algebra.All):
         return formula
@@ -307,7 +307,7 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
-    """In a comparison, replace the difference of two positions by the formula ``by``, even if the
+    """In a comparison, replace the difference of two positions by the formula `by`, even if the
     difference is multiplied by a number.
     """
     if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:

@@ -111,9 +111,9 @@ class MaskReader:
         return found
 
     def _counted_breaks(self, node: Node) -> Value | None:
-        """Return P if ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``, otherwise None.
+        """Return P if `node` is `(diff(P, prepend=..) != 1).cumsum(-1)`, otherwise None.
 
-        ``node`` then contains ids of sequences: where two neighbouring ids are equal, P increases
+        `node` then contains ids of sequences: where two neighbouring ids are equal, P increases
         by one.
         """
         if node.graph is not self.info.gm.graph:
@@ -167,9 +167,9 @@ class MaskReader:
         return self.parent.read(given)
 
     def operand(self, node: Node, reader: Node) -> Value:
-        """Return the value that ``node`` has when the node ``reader`` reads it.
+        """Return the value that `node` has when the node `reader` reads it.
 
-        If the graph writes to the memory of ``node``, this may be another value than ``node``
+        If the graph writes to the memory of `node`, this may be another value than `node`
         computed.
         """
         if not self.info.may_be_written(node):
@@ -178,7 +178,7 @@ class MaskReader:
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
-    """Return ``node`` and the nodes on which it depends, except those already read; each node comes
+    """Return `node` and the nodes on which it depends, except those already read; each node comes
     after its operands.
     """
     found: list[Node] = []
@@ -335,7 +335,7 @@ def _filled(fill: Any, given: _Operands) -> Value:
 def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
     """Return the mask reader's rule for an op that fills a tensor with one number.
 
-    If ``fill`` is None, the number is an argument of the call."""
+    If `fill` is None, the number is an argument of the call."""
     return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
@@ -515,7 +515,7 @@ def _comparison(
 ) -> Callable[[_Operands], Value]:
     """Return the mask reader's rule for a comparison operator.
 
-    ``of_sums`` compares two integer sums, given their difference ``left - right``. ``of_numbers``
+    `of_sums` compares two integer sums, given their difference `left - right`. `of_numbers`
     compares two numbers.
     """
 
@@ -538,9 +538,10 @@ def _compared_magnitudes(
     left: Scalar,
     right: Scalar,
 ) -> Formula:
-    """Compare ``|x|`` with a sum.
+    """Return the formula of a comparison in which one operand is a magnitude `|x|` and the other
+    a sum.
 
-    ``|x|`` is less than the sum if x and -x are both less than it, and greater if x or -x is
+    `|x|` is less than the sum if x and -x are both less than it, and greater if x or -x is
     greater.
     """
     _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
@@ -673,7 +674,7 @@ def _where(given: _Operands) -> Value:
 def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
     """Describe the result of an op that selects between two values.
 
-    ``names`` are the names of the op's arguments: the condition, and the values for true and false.
+    `names` are the names of the op's arguments: the condition, and the values for true and false.
     """
     condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])

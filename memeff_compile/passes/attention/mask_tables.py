@@ -83,7 +83,7 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
 
 
 def behind(editor: Editor, anchor: Node | None) -> Node:
-    """Return the node before which new nodes must be inserted so that they follow ``anchor``."""
+    """Return the node before which new nodes must be inserted so that they follow `anchor`."""
     node = anchor.next if anchor is not None else next(iter(editor.graph.nodes))
     while node.op in ("placeholder", "get_attr"):
         node = node.next

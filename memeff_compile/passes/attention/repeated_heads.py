@@ -17,7 +17,7 @@ REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of a chain 
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes up to ``node`` that repeat heads, the node before these nodes, and how often
+    """Return the nodes up to `node` that repeat heads, the node before these nodes, and how often
     each head is repeated.
     """
     call = read_one(node)
@@ -39,7 +39,7 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
 
 
 def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
-    """Recognize ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)`` as a repetition
+    """Recognize `cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)` as a repetition
     of heads."""
     expand = call_of(wide, aten.expand.default)
     added = None if expand is None else call_of(expand.args["self"], aten.unsqueeze.default)

@@ -45,7 +45,7 @@ class Site:
     key: Operand
     value: Operand
     mask: Node | None = None
-    takes_away: bool = False  # whether the mask is true for hidden keys, as in ``masked_fill``
+    takes_away: bool = False  # whether the mask is true for hidden keys, as in `masked_fill`
     # the number that masked scores become; None if the mask is added or is the call's
     fill: float | None = None
     masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
@@ -60,7 +60,7 @@ class Site:
     product: Node | None = None  # the chain's first product; None for a call
     unread: Node | None = None  # the operand of baddbmm that beta = 0 leaves out
     between: list[Node] = field(default_factory=list)  # the nodes of the chain; empty for a call
-    # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
+    # nodes of symbols that were taken for the numbers they stand for: under `dynamic=True` the
     # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)
 
@@ -467,7 +467,7 @@ def _follow_scores(
 
 
 def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | Decline:
-    """Return the in-place writes to the scores before the node ``reader`` reads the scores, the
+    """Return the in-place writes to the scores before the node `reader` reads the scores, the
     last write first.
 
     If another node reads the scores between these writes, return a Decline.

@@ -141,7 +141,7 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
     """Return the original graph's result for a query without any visible key.
 
-    Return the reason as a ``Decline`` if the pass does not know this result.
+    Return the reason as a `Decline` if the pass does not know this result.
     """
     if not form.empty or mask is None:
         return "zeros"
@@ -183,7 +183,7 @@ def why_not_here(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return the reason why memeff::attention would be slow on the device of ``query``, or an empty
+    """Return the reason why memeff::attention would be slow on the device of `query`, or an empty
     string."""
     device = where_it_runs(query.device)
     if device.type == "cpu":
@@ -298,10 +298,11 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return the node of the mask with four axes, and the node of a tensor of tile codes.
+    """Return two nodes: the mask with four axes, and a tensor with a code for each tile.
 
-    A code says whether a tile of the mask hides all keys, some or none. All layers use the same two
-    nodes."""
+    A code says whether a tile of the mask hides all keys, some or none. All layers use the same
+    two nodes.
+    """
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
     owner = editor

@@ -26,7 +26,7 @@ from .graph_info import GraphInfo, node_name
 class Decline:
     """The reason why a pass declined a match: a code, a sentence, a remedy, and the node.
 
-    The report merges equal declines into one record, whose field ``sites`` is their number.
+    The report merges equal declines into one record, whose field `sites` is their number.
     """
 
     code: str
@@ -73,8 +73,8 @@ class Done:
     """The report's entries for a rewrite, and the changes outside of the graph that the backend
     must make for the rewrite.
 
-    The report merges equal rewrites into one record, whose field ``sites`` is their number.
-    ``inductor`` contains Inductor settings that suit the graph; the user's settings override these
+    The report merges equal rewrites into one record, whose field `sites` is their number.
+    `inductor` contains Inductor settings that suit the graph; the user's settings override these
     settings.
     """
 
@@ -92,14 +92,14 @@ class GraphPass(ABC):
     """The base class of passes.
 
     A pass finds matches (groups of nodes to rewrite) in a graph, checks each match, and rewrites
-    the matches that pass the check. ``find`` and ``check`` do not change the graph. ``rewrite``
+    the matches that pass the check. `find` and `check` do not change the graph. `rewrite`
     edits the graph only through the editor. The pipeline verifies the result, and undoes the edits
-    of a match if the editor raises an error. A match is any object that ``find`` yields and
-    ``places`` can read, such as a node.
+    of a match if the editor raises an error. A match is any object that `find` yields and
+    `places` can read, such as a node.
 
     Attributes:
-        name: the name of the pass in reports, in ``memeff.skip`` and in ``memeff.strict``.
-        when: whether a pass given in ``memeff.passes`` runs before or after the built-in ones.
+        name: the name of the pass in reports, in `memeff.skip` and in `memeff.strict`.
+        when: whether a pass given in `memeff.passes` runs before or after the built-in ones.
     """
 
     name: str
@@ -115,7 +115,7 @@ class GraphPass(ABC):
         cannot be rewritten."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
-        """Return the reason why ``match`` must not be rewritten, or None if it may be rewritten."""
+        """Return the reason why `match` must not be rewritten, or None if it may be rewritten."""
         return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
@@ -123,11 +123,11 @@ class GraphPass(ABC):
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
-        """Return the nodes whose module paths ``memeff.skip`` may name."""
+        """Return the nodes whose module paths `memeff.skip` may name."""
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node whose line of user code the reports show for ``match``."""
+        """Return the node whose line of user code the reports show for `match`."""
         return self.places(match)[0]
 
     @abstractmethod
@@ -156,7 +156,7 @@ class GraphPass(ABC):
         return False
 
     def parts(self, match: Any) -> Sequence[Any]:
-        """Return the smaller matches that ``match`` combines; if ``match`` cannot be rewritten as a
+        """Return the smaller matches that `match` combines; if `match` cannot be rewritten as a
         whole, the smaller matches are rewritten one by one.
         """
         return ()
@@ -178,6 +178,6 @@ class GraphPass(ABC):
         return hashlib.sha256(repr((said, settings)).encode()).hexdigest()[:16]
 
     def skipped(self, info: GraphInfo, node: Node) -> str:
-        """Return the module path of ``node`` if ``memeff.skip`` names that module, otherwise ""."""
+        """Return the module path of `node` if `memeff.skip` names that module, otherwise ""."""
         paths = info.module_names(node)
         return next((p for p in paths if p and info.options.skips(self.name, p)), "")

@@ -1,13 +1,13 @@
 """Read graph nodes in one canonical form: as the ATen calls to which they are equivalent.
 
-Dynamo records calls as the user wrote them: ``x.float()``, ``x.to(torch.float32)`` and
-``x.to(dtype=...)`` are three different nodes. Every pass reads nodes through :func:`read`, which
+Dynamo records calls as the user wrote them: `x.float()`, `x.to(torch.float32)` and
+`x.to(dtype=...)` are three different nodes. Every pass reads nodes through :func:`read`, which
 returns the pre-dispatch ATen calls. Their arguments are bound by schema name, with defaults filled
 in. So a pass handles only one form.
 
 Reading never changes the graph. A node can be read in two ways. The function :func:`read` uses a
 table of names and schemas, and takes microseconds. The function :func:`trace` runs the node on fake
-operands under ``make_fx``. The tests compare the table with this trace. If neither the table nor a
+operands under `make_fx`. The tests compare the table with this trace. If neither the table nor a
 trace can read a node, the result is None, and the pass declines the match.
 """
 
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 
 def named(words: str) -> frozenset[Any]:
-    """Return the ATen ops with the given names: one overload for a name like ``add.Tensor``, all
-    overloads for a name like ``add``."""
+    """Return the ATen ops with the given names: one overload for a name like `add.Tensor`, all
+    overloads for a name like `add`."""
     return frozenset(operator.attrgetter(name)(aten) for name in words.split())
 
 
@@ -65,11 +65,11 @@ Reading = tuple[Call, ...]
 
 
 def read(node: Node) -> Reading | None:
-    """Return the ATen calls to which ``node`` is equivalent, according to this module's table of
+    """Return the ATen calls to which `node` is equivalent, according to this module's table of
     names.
 
-    Return None if the table has no entry for the node. For example, ``x.float()`` becomes
-    ``(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)``.
+    Return None if the table has no entry for the node. For example, `x.float()` becomes
+    `(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)`.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -80,7 +80,7 @@ def read(node: Node) -> Reading | None:
 
 
 def read_one(node: Any) -> Call | None:
-    """Return ``node`` as a single ATen call; None if it is no node or stands for several calls."""
+    """Return `node` as a single ATen call; None if it is no node or stands for several calls."""
     reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
 
@@ -89,8 +89,8 @@ def read_write(node: Node) -> Call | None:
     """Return an in-place write as the out-of-place call whose result the write stores in its first
     argument.
 
-    For example, ``x /= 2`` becomes ``div(x, 2)``, and ``x[mask] = 0.0`` becomes ``masked_fill(x,
-    mask, 0.0)``. For a node that is no in-place write, return None.
+    For example, `x /= 2` becomes `div(x, 2)`, and `x[mask] = 0.0` becomes `masked_fill(x,
+    mask, 0.0)`. For a node that is no in-place write, return None.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":
@@ -105,9 +105,9 @@ def read_write(node: Node) -> Call | None:
 
 
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
-    """Represent ``x[mask] = value`` as a call of masked_fill.
+    """Represent `x[mask] = value` as a call of masked_fill.
 
-    The mask must have all axes of x, or all axes of x after leading colons, as in ``x[:, mask]``.
+    The mask must have all axes of x, or all axes of x after leading colons, as in `x[:, mask]`.
     """
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))
@@ -119,17 +119,17 @@ def _written_where_true(target: Any, index: Any, value: Any) -> Call:
 
 
 def call_of(node: Any, *ops: OpOverload) -> Call | None:
-    """If ``node`` stands for a single ATen call, and the op of this call is in ``ops``, return the
+    """If `node` stands for a single ATen call, and the op of this call is in `ops`, return the
     call, otherwise None."""
     call = read_one(node)
     return call if call is not None and call.op in ops else None
 
 
 def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
-    """Follow calls of the given ops from ``node`` back to their first operands.
+    """Follow calls of the given ops from `node` back to their first operands.
 
     Return the first node that is not a call of these ops, and append the visited nodes to the list
-    ``way``.
+    `way`.
     """
     while (call := call_of(node, *ops)) is not None:
         if way is not None and node not in way:
@@ -179,7 +179,7 @@ def arguments_of(op: Any) -> tuple[Argument, ...]:
 
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind ``args`` and ``kwargs`` to the schema of ``op`` and fill in defaults; raise an error if
+    """Bind `args` and `kwargs` to the schema of `op` and fill in defaults; raise an error if
     the arguments do not fit the schema.
     """
     arguments = arguments_of(op)
@@ -225,7 +225,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether ``value`` may be passed for an argument whose schema type is ``kind``."""
+    """Return whether `value` may be passed for an argument whose schema type is `kind`."""
     name = kind.kind()
     if name == "OptionalType":
         return value is None or _fits(value, kind.getElementType())
@@ -252,7 +252,7 @@ _PLAIN_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind arguments to the first functional overload of ``packet`` that accepts them."""
+    """Bind arguments to the first functional overload of `packet` that accepts them."""
     for overload_name in packet.overloads():
         if overload_name.endswith("out") or overload_name in ("Scalar_Tensor", "names"):
             continue
@@ -272,7 +272,7 @@ def _plain(name: str) -> _Reader:
 
 
 def _sized(name: str, size_keyword: str = "") -> _Reader:
-    """Represent ``x.view(a, b)`` as ``x.view((a, b))``, and ``x.permute(1, 0)`` in the same way."""
+    """Represent `x.view(a, b)` as `x.view((a, b))`, and `x.permute(1, 0)` in the same way."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
@@ -285,7 +285,7 @@ def _sized(name: str, size_keyword: str = "") -> _Reader:
 
 
 def _cast(dtype: torch.dtype) -> _Reader:
-    """Represent ``x.float()`` and similar casts as ``x.to(dtype)``."""
+    """Represent `x.float()` and similar casts as `x.to(dtype)`."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         _require(len(args) == 1 and not kwargs)
@@ -295,7 +295,7 @@ def _cast(dtype: torch.dtype) -> _Reader:
 
 
 def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent every form of ``Tensor.to`` as a dtype cast if the device does not change."""
+    """Represent every form of `Tensor.to` as a dtype cast if the device does not change."""
     _require(args and _is_tensor(args[0]))
     source, result = compat.example_value(args[0]), compat.example_value(node)
     kinds = (torch.dtype, torch.device, str, bool)
@@ -331,7 +331,7 @@ def _by_name(names: Sequence[str], required: int, args: _Args, kwargs: _Kwargs) 
 
 
 def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``F.embedding(ids, weight)`` as the ATen op, which takes the weight first."""
+    """Represent `F.embedding(ids, weight)` as the ATen op, which takes the weight first."""
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
     given = _by_name(names, 2, args, kwargs)
     padding = given.get("padding_idx")
@@ -342,21 +342,21 @@ def _embedding(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _dropout(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``F.dropout`` as the ATen op, which has no default arguments."""
+    """Represent `F.dropout` as the ATen op, which has no default arguments."""
     given = _by_name("input p training inplace".split(), 1, args, kwargs)
     operands = (given["input"], given.get("p", 0.5), given.get("training", True))
     return (bind(aten.dropout.default, operands, {}),)
 
 
 def _activation(packet: OpOverloadPacket) -> _Reader:
-    """Represent ``F.silu(x, inplace=False)`` as the ATen op, which has no argument `inplace`."""
+    """Represent `F.silu(x, inplace=False)` as the ATen op, which has no argument `inplace`."""
     return lambda node, args, kwargs: (
         bind(packet.default, (_by_name(["input", "inplace"], 1, args, kwargs)["input"],), {}),
     )
 
 
 def _where_method(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``x.where(condition, other)`` as the ATen op, which takes the condition first."""
+    """Represent `x.where(condition, other)` as the ATen op, which takes the condition first."""
     _require(len(args) == 3 and not kwargs)
     return (_bind_packet(aten.where, (args[1], args[0], args[2]), {}),)
 
@@ -374,7 +374,7 @@ def _reduction(given: Mapping[str, Any]) -> int:
 
 
 def _created(name: str, leading: int = 0) -> _Reader:
-    """Represent ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and similar calls as ATen calls, which
+    """Represent `torch.ones(2, 3)`, `x.new_ones((2, 3))` and similar calls as ATen calls, which
     take the sizes as one list.
     """
 
@@ -389,7 +389,7 @@ def _created(name: str, leading: int = 0) -> _Reader:
 
 
 def _scalar_tensor(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``torch.tensor(0.5)``, a tensor without axes, as a call of ``full``."""
+    """Represent `torch.tensor(0.5)`, a tensor without axes, as a call of `full`."""
     _require(len(args) == 1 and _is_number(args[0]) and not isinstance(args[0], Node))
     kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
     dtype = kwargs.pop("dtype", None) or compat.example_value(node).dtype
@@ -402,16 +402,16 @@ def _is_of_a_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _difference(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``1.0 - x`` as ``rsub(x, 1.0)``, and other differences as calls of ``sub``."""
+    """Represent `1.0 - x` as `rsub(x, 1.0)`, and other differences as calls of `sub`."""
     if _is_of_a_number(args, kwargs):
         return (_bind_packet(aten.rsub, (args[1], args[0]), {}),)
     return (_bind_packet(aten.sub, args, kwargs),)
 
 
 def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``127 / x`` as ``reciprocal(x) * 127``, because PyTorch computes it in this way.
+    """Represent `127 / x` as `reciprocal(x) * 127`, because PyTorch computes it in this way.
 
-    Other quotients become calls of ``div``.
+    Other quotients become calls of `div`.
     """
     if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
@@ -422,7 +422,7 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Represent ``F.log_softmax(x, dim, _stacklevel, dtype)``, or the tensor method of the same
+    """Represent `F.log_softmax(x, dim, _stacklevel, dtype)`, or the tensor method of the same
     name, as the ATen op.
     """
 
@@ -445,7 +445,7 @@ def _einsum(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _attribute(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``x.T`` and ``x.mT`` as ATen calls; Dynamo records both as getattr before torch
+    """Represent `x.T` and `x.mT` as ATen calls; Dynamo records both as getattr before torch
     2.14, and as ops since then.
     """
     _require(len(args) == 2 and _is_tensor(args[0]))
@@ -506,12 +506,12 @@ def _getitem(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def is_several(value: Any) -> bool:
-    """Return whether a node has several results, like ``x.split(2)``."""
+    """Return whether a node has several results, like `x.split(2)`."""
     return isinstance(value, Node) and isinstance(compat.example_value(value), (tuple, list))
 
 
 def _part(parted: Node, index: Any) -> Call:
-    """Represent ``x.chunk(4)[1]`` as the equivalent slice, and ``x.unbind()[1]`` as a select."""
+    """Represent `x.chunk(4)[1]` as the equivalent slice, and `x.unbind()[1]` as a select."""
     parts = compat.example_value(parted)
     call = read_one(parted)
     if call is None or not isinstance(index, int) or not -len(parts) <= index < len(parts):
@@ -662,7 +662,7 @@ _REFLECTED = {operator.mul: aten.mul, operator.add: aten.add}
 
 
 def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
-    """Represent ``30.0 * x`` as ``x * 30.0``; other operators keep the order of their operands."""
+    """Represent `30.0 * x` as `x * 30.0`; other operators keep the order of their operands."""
     if node.target in _REFLECTED and len(args) == 2 and not _is_tensor(args[0]):
         args = (args[1], args[0])
     if "input" in kwargs:
@@ -672,7 +672,7 @@ def _with_reflection(reader: _Reader, node: Node, args: _Args, kwargs: _Kwargs) 
 
 
 def trace(node: Node) -> Reading | None:
-    """Return the ATen calls that ``node`` makes, found by running the node on fake operands, or
+    """Return the ATen calls that `node` makes, found by running the node on fake operands, or
     None.
 
     Tracing one node takes milliseconds. Tracing is used for nodes that have no entry in this

@@ -1,7 +1,7 @@
 """Split a graph into partitions, so that gradients become available block by block.
 
 For autograd, a compiled graph is one node: its backward pass returns all gradients together. An
-optimizer that runs during the backward pass could only start afterwards. If ``optim_in_backward``
+optimizer that runs during the backward pass could only start afterwards. If `optim_in_backward`
 updates weights, this module splits the graph between the model's blocks, as Dynamo does for DDP's
 buckets. Each partition is compiled separately. A value that a later partition needs is an output of
 the partition that computes the value, and an input of the later partition.

@@ -1,8 +1,8 @@
 """The editor through which passes change graphs; it keeps metadata, checks edits and can undo them.
 
-New nodes are calls of op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``.
-AOTAutograd's cache rejects graphs without ``example_value``. Reports read the line of user code and
-the module path of a node from ``stack_trace`` and ``nn_module_stack``.
+New nodes are calls of op overloads with `example_value`, `stack_trace` and `nn_module_stack`.
+AOTAutograd's cache rejects graphs without `example_value`. Reports read the line of user code and
+the module path of a node from `stack_trace` and `nn_module_stack`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Editor:
     def at(
         self, node: Node, *, like: Node | None = None, region: Region | None = None
     ) -> Iterator[None]:
-        """Make later calls of this editor insert their nodes before ``node``, with the source line
-        and the module path of ``like``.
+        """Make later calls of this editor insert their nodes before `node`, with the source line
+        and the module path of `like`.
 
-        ``region`` is the autograd and autocast state of the inserted nodes (by default that of
-        ``node``); inserted nodes may disable gradients.
+        `region` is the autograd and autocast state of the inserted nodes (by default that of
+        `node`); inserted nodes may disable gradients.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -97,14 +97,14 @@ class Editor:
         return node
 
     def item(self, node: Node, index: int) -> Node:
-        """Insert ``node[index]``, which is one result of an op with several results."""
+        """Insert `node[index]`, which is one result of an op with several results."""
         with self._inserting():
             got = self._adopted(self.graph.call_function(operator.getitem, (node, index)))
         got.meta["example_value"] = compat.example_value(node)[index]
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
-        """Insert a copy of ``node``; operands that are keys of the mapping ``replaced`` are
+        """Insert a copy of `node`; operands that are keys of the mapping `replaced` are
         replaced by its values.
         """
         with self._inserting():
@@ -142,7 +142,7 @@ class Editor:
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
         """Return the node that an earlier rewrite stored under a key.
 
-        If there is no such node, build a node with ``build`` and store it under this key.
+        If there is no such node, build a node with `build` and store it under this key.
         """
         if key not in self.info.shared:
             self.info.shared[key] = build()
@@ -205,14 +205,14 @@ class Editor:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """Make every user of ``old`` use ``new``; raise EditRefused if a user could see a
+        """Make every user of `old` use `new`; raise EditRefused if a user could see a
         difference."""
         self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
         self._undo.append(partial(self.info.replaced.pop, old, None))
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
-        """Make only ``users`` read ``new`` instead of ``old``; raise EditRefused if the two nodes'
+        """Make only `users` read `new` instead of `old`; raise EditRefused if the two nodes'
         values differ."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
@@ -235,11 +235,11 @@ class Editor:
 
     def keep(self, kept: Mapping[Node, str]) -> None:
         """If this graph is the body of an activation checkpoint, make the checkpoint save the
-        results of the calls in ``kept``."""
+        results of the calls in `kept`."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Check the edited nodes, then permanently erase those nodes of ``dead`` that are unused.
+        """Check the edited nodes, then permanently erase those nodes of `dead` that are unused.
 
         This check may raise EditRefused. The whole graph is checked by FX's lint once, after all
         passes.

@@ -101,7 +101,7 @@ class GraphInfo:
         self.candidate = outer
 
     def current(self, node: Node) -> Node:
-        """Return the node that now stands for ``node``: edits may have replaced ``node`` since the
+        """Return the node that now stands for `node`: edits may have replaced `node` since the
         pass found its matches.
         """
         while node in self.replaced:
@@ -113,13 +113,13 @@ class GraphInfo:
         return read_one(node)
 
     def tensor(self, node: Any) -> torch.Tensor | None:
-        """Return the fake tensor of ``node``, or None if the node's value is not a tensor or has
+        """Return the fake tensor of `node`, or None if the node's value is not a tensor or has
         no fake tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
 
     def value(self, node: Any) -> torch.Tensor:
-        """Return the fake tensor of ``node``, which must exist."""
+        """Return the fake tensor of `node`, which must exist."""
         value = compat.example_value(node)
         assert isinstance(value, torch.Tensor)
         return value
@@ -204,9 +204,9 @@ class GraphInfo:
 
     @property
     def has_checkpoint_policy(self) -> bool:
-        """Return whether a checkpoint around the graph has a ``context_fn``.
+        """Return whether a checkpoint around the graph has a `context_fn`.
 
-        A ``context_fn`` chooses which tensors are saved.
+        A `context_fn` chooses which tensors are saved.
         """
         return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
 
@@ -235,11 +235,11 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Return the input of the whole graph that is passed for ``node``, an input of a
+        """Return the input of the whole graph that is passed for `node`, an input of a
         checkpoint's graph.
 
-        If an earlier node computes the value, return None. If ``node`` is an input of the whole
-        graph, return ``node``.
+        If an earlier node computes the value, return None. If `node` is an input of the whole
+        graph, return `node`.
         """
         if node.op != "placeholder":
             return None
@@ -249,25 +249,25 @@ class GraphInfo:
         return None if outer is None else self.parent.root_placeholder(outer)
 
     def module_path(self, node: Node) -> str:
-        """Return the path of the module in which ``node`` was called, such as
-        ``model.layers.0.mlp``."""
+        """Return the path of the module in which `node` was called, such as
+        `model.layers.0.mlp`."""
         return self.module_names(node)[0]
 
     def module_names(self, node: Node) -> tuple[str, ...]:
-        """Return all names of the module in which ``node`` was called; the first is its path."""
+        """Return all names of the module in which `node` was called; the first is its path."""
         stack = module_stack(node)
         return self.names.of(*stack[-1]) if stack else ("",)
 
     def module_key(self, node: Node) -> str:
-        """Return a key that identifies one particular call of the module of ``node``.
+        """Return a key that identifies one particular call of the module of `node`.
 
         The keys of repeated calls end in `@1`, `@2` and so on.
         """
         return str(next(reversed(node.meta.get("nn_module_stack") or {"": ""})))
 
     def source_line(self, node: Node) -> str:
-        """Return the line of user code that created ``node``: ``file.py:12 in forward: loss =
-        ...``."""
+        """Return the line of user code that created `node`: `file.py:12 in forward: loss =
+        ...`."""
         frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         if not frames:
             return ""
@@ -282,8 +282,8 @@ class GraphInfo:
         return list(_writes(self.positions.items()))
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
-        """Return a node between ``first`` and ``last`` (included) that may write to the memory of
-        ``nodes``."""
+        """Return a node between `first` and `last` (included) that may write to the memory of
+        `nodes`."""
         lo, hi = self.positions[first], self.positions[last]
         # Each edit of one layer would make `writes` read the nodes of all layers again.
         for write in _writes(islice(self.positions.items(), lo + 1, hi + 1)):
@@ -292,8 +292,8 @@ class GraphInfo:
         return None
 
     def written_alike(self, node: Node, first: int, last: int) -> Node | None:
-        """Return a node between position ``first`` and ``last`` (included) that may write to the
-        memory of ``node``. Unlike `written_between`, this method assumes that graph inputs whose
+        """Return a node between position `first` and `last` (included) that may write to the
+        memory of `node`. Unlike `written_between`, this method assumes that graph inputs whose
         dtype differs from the node's do not share its memory.
         """
         value = self.tensor(node)
@@ -306,7 +306,7 @@ class GraphInfo:
         return None
 
     def may_write(self, write: Write, nodes: Iterable[Node]) -> bool:
-        """Return whether a write may change the memory of one of ``nodes``."""
+        """Return whether a write may change the memory of one of `nodes`."""
         return any(self.may_share_memory(t, node) for node in nodes for t in write.targets)
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
@@ -314,7 +314,7 @@ class GraphInfo:
 
         The memory may overlap if both nodes have the same fake storage, or if both are inputs whose
         memory is unknown. Inputs of different dtypes are assumed not to overlap, because a KV cache
-        and a mask, for example, are separate tensors. With ``inner="eager"``, however, such inputs
+        and a mask, for example, are separate tensors. With `inner="eager"`, however, such inputs
         count as possibly overlapping. Eager PyTorch supports overlapping inputs, whereas
         AOTAutograd assumes that different storages never overlap.
         """
@@ -331,7 +331,7 @@ class GraphInfo:
         return self._is_user_memory(left) and self._is_user_memory(right)
 
     def may_be_written(self, node: Node) -> bool:
-        """Return whether any node of the graph may write to the memory of ``node``."""
+        """Return whether any node of the graph may write to the memory of `node`."""
         value = self.tensor(node)
         if value is None or not self.writes:
             return False
@@ -356,7 +356,7 @@ class GraphInfo:
         return {key for key in keys if key is not None}, None in keys, users_dtypes
 
     def _is_user_memory(self, value: torch.Tensor) -> bool:
-        """Return whether ``value`` uses the memory of a graph input that is neither a parameter nor
+        """Return whether `value` uses the memory of a graph input that is neither a parameter nor
         a buffer."""
         return self._inputs_by_storage.get(compat.storage_key(value), False)
 
@@ -395,7 +395,7 @@ def _short_path(path: str) -> str:
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
-    """Return the region (autograd, autocast and inference modes) that applies after ``node``, which
+    """Return the region (autograd, autocast and inference modes) that applies after `node`, which
     may switch such a mode."""
     if node.op != "call_function" or isinstance(node.target, OpOverload):
         return current
@@ -436,7 +436,7 @@ _SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 def written_by(node: Node) -> tuple[Node, ...]:
-    """Return the tensors to which ``node`` may write in place; for a node without side effects,
+    """Return the tensors to which `node` may write in place; for a node without side effects,
     return an empty result.
     """
     if node.op == "call_module":
@@ -486,7 +486,7 @@ def _out_argument(node: Node) -> tuple[Node, ...]:
 
 
 def _is_told_inplace(node: Node) -> bool:
-    """Return whether a Python function is called with ``inplace=True``, as a keyword or by
+    """Return whether a Python function is called with `inplace=True`, as a keyword or by
     position."""
     code = getattr(node.target, "__code__", None)
     names = () if code is None else code.co_varnames[: code.co_argcount]

@@ -1,11 +1,11 @@
-"""Find the names that modules have in the compiled model's ``named_modules()``.
+"""Find the names that modules have in the compiled model's `named_modules()`.
 
 Dynamo gives only the modules' ids, and paths in Dynamo's notation. Dynamo names a module by the
 path through which code reaches it:
 
-- ``L['self'].__dict__['_modules']['base_model']`` in a model of PEFT;
-- ``L['trainer'].model.lm_head`` in a method of a trainer;
-- ``L['self'].lm_head`` in a submodule after a graph break.
+- `L['self'].__dict__['_modules']['base_model']` in a model of PEFT;
+- `L['trainer'].model.lm_head` in a method of a trainer;
+- `L['self'].lm_head` in a submodule after a graph break.
 
 In Dynamo's stacks of modules, the keys are ids of the modules.
 """
@@ -27,7 +27,7 @@ _STEP = re.compile(r"\.\w+|\[[^\]]*\]")
 
 
 def clean_module_path(path: str) -> str:
-    """Turn Dynamo's ``L['self'].model.layers[0].mlp`` into ``model.layers.0.mlp``."""
+    """Turn Dynamo's `L['self'].model.layers[0].mlp` into `model.layers.0.mlp`."""
     # A decorator of `forward` that takes `*args` has the model as the first of them.
     path = re.sub(r"^(?:L\['args'\]\[0\]|[LG]\['[^']*'\])", "", compat.plain_source(path))
     path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
@@ -36,7 +36,7 @@ def clean_module_path(path: str) -> str:
 
 
 def module_stack(node: Node) -> list[tuple[str, str]]:
-    """Return the modules in which ``node`` was called, as ids and Dynamo's paths, starting with the
+    """Return the modules in which `node` was called, as ids and Dynamo's paths, starting with the
     outermost."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
@@ -97,7 +97,7 @@ class ModuleNames:
 
 
 def _first_module(path: str) -> nn.Module | None:
-    """Follow a path in Dynamo's notation, such as ``L['trainer'].model.lm_head``; return the first
+    """Follow a path in Dynamo's notation, such as `L['trainer'].model.lm_head`; return the first
     value on the way that is a module, or None."""
     value: Any = compat.frame_variables().get(path[:1])
     for step in _STEP.findall(path[1:]):

@@ -47,7 +47,7 @@ class Outcome:
 
 
 def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outcome:
-    """Run ``passes`` over ``gm``; the passes edit the graph in place."""
+    """Run `passes` over `gm`; the passes edit the graph in place."""
     started = time.perf_counter()
     nodes = len(gm.graph.nodes)
     before = _guarded_render(gm)
@@ -110,7 +110,7 @@ class _Run:
         self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
     def note_unused_skips(self, info: GraphInfo) -> None:
-        """Report each path in ``memeff.skip`` that names no module of the model, because it may be
+        """Report each path in `memeff.skip` that names no module of the model, because it may be
         a typing error."""
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
@@ -302,9 +302,9 @@ def _internal_error(
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
-    """Return the line of user code that made ``node``, and the module path of ``node``.
+    """Return the line of user code that made `node`, and the module path of `node`.
 
-    If ``node`` has no path, return the path of one of the nodes ``nearby``. For a loss in a wrapped
+    If `node` has no path, return the path of one of the nodes `nearby`. For a loss in a wrapped
     model (such as PEFT's), return the path of the output projection.
     """
     paths = [info.module_path(n) for n in (node, *nearby)]
@@ -313,7 +313,7 @@ def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[st
 
 
 def _sentence(text: str) -> str:
-    """Return ``text`` as a sentence, with a capital letter and a full stop."""
+    """Return `text` as a sentence, with a capital letter and a full stop."""
     if not text:
         return text
     first = text.split(" ")[0].rstrip(",:;")
@@ -345,7 +345,7 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise an error if a pass in ``memeff.strict`` declined a match, or found no match in
+    """Raise an error if a pass in `memeff.strict` declined a match, or found no match in
     training."""
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]

@@ -1,4 +1,4 @@
-"""Describe batched matrix products (``@``, bmm, baddbmm, and einsum of two tensors) in one
+"""Describe batched matrix products (`@`, bmm, baddbmm, and einsum of two tensors) in one
 canonical form.
 
     q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
@@ -33,7 +33,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """The matrix product ``alpha * left @ right + beta * added``, however the graph writes it."""
+    """The matrix product `alpha * left @ right + beta * added`, however the graph writes it."""
 
     left: Factor
     right: Factor

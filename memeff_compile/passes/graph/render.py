@@ -31,7 +31,7 @@ _DTYPES = {
 
 
 def render(gm: GraphModule) -> str:
-    """Return the text of ``gm``; nested graphs follow, indented, under their names."""
+    """Return the text of `gm`; nested graphs follow, indented, under their names."""
     return "\n".join(_Renderer(gm).lines())
 
 

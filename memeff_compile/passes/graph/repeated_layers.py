@@ -108,7 +108,7 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
     """Return the first node of each layer, and the first node after each stack of layers.
 
-    Each of these nodes is a key. The value of the key is a list of nodes. ``_give_residual`` makes
+    Each of these nodes is a key. The value of the key is a list of nodes. `_give_residual` makes
     the partition before the key return these nodes. The key None stands for the end of the graph.
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
@@ -139,7 +139,7 @@ def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
 def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
     """Make a partition that contains a normalization also return the normalization's inputs.
 
-    The normalization is from ``place`` to ``end``. Return those inputs that the graph computes. The
+    The normalization is from `place` to `end`. Return those inputs that the graph computes. The
     next layer reads them. After the last layer, no layer reads them, but the partition returns them
     too, so that all partitions have the same structure.
     """
@@ -152,9 +152,9 @@ def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
 
 
 def _after_norm(nodes: Sequence[Node], place: int) -> int:
-    """Return the position after the normalization that begins at ``place``.
+    """Return the position after the normalization that begins at `place`.
 
-    Return ``place`` if no normalization begins there. Every module without matrices counts as a
+    Return `place` if no normalization begins there. Every module without matrices counts as a
     normalization.
     """
     path = path_of(nodes[place])

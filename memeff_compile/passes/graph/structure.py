@@ -47,7 +47,7 @@ def structure(
 
 
 def with_names(key: Hashable, names: Mapping[str, str]) -> Hashable:
-    """Return a key in which the names of size symbols are replaced as the mapping ``names``
+    """Return a key in which the names of size symbols are replaced as the mapping `names`
     says."""
     if isinstance(key, tuple):
         return tuple(with_names(each, names) for each in key)

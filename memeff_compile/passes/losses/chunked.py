@@ -1,11 +1,11 @@
-"""Recognize the op that PyTorch's ``F.linear_cross_entropy(options=...)`` calls.
+"""Recognize the op that PyTorch's `F.linear_cross_entropy(options=...)` calls.
 
 This op is an output projection and its loss in one node.
 
     mean or sum: loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)
     none: losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)
 
-The options of ``F.linear_cross_entropy`` choose how many rows a chunk has and the precision of
+The options of `F.linear_cross_entropy` choose how many rows a chunk has and the precision of
 sums. These options do not change the mathematical result, so the pass ignores these options. The op
 memeff::linear_cross_entropy computes sums at least as precisely as PyTorch's function.
 """

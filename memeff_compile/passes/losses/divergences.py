@@ -129,7 +129,7 @@ class DivergenceReader:
         self._read: dict[Node, tuple[Expression | None, tuple[Node, ...]]] = {}
 
     def divergences(self, node: Node) -> Iterable[Divergence | Decline]:
-        """Yield the divergence that ``node`` computes by a sum over the classes.
+        """Yield the divergence that `node` computes by a sum over the classes.
 
         If the pass cannot read the sum as a divergence, yield the reason.
         """
@@ -203,7 +203,7 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize the sum or mean (chosen by ``reduction``) of a divergence's terms, possibly
+        """Recognize the sum or mean (chosen by `reduction`) of a divergence's terms, possibly
         multiplied by numbers.
         """
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
@@ -435,7 +435,7 @@ class DivergenceReader:
     def _mixture(self, a: Mapping[str, Any], op: Any, depth: int) -> Expression | None:
         """Recognize the logarithm of a mixture of probabilities.
 
-        The forms are ``log(a q + b p)`` and ``logsumexp([log q + log a, log p + log b])``, with a +
+        The forms are `log(a q + b p)` and `logsumexp([log q + log a, log p + log b])`, with a +
         b = 1."""
         if op is aten.log.default:
             found = self.expression(a["self"], depth)
@@ -568,7 +568,7 @@ class DivergenceReader:
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
         """Include another sum over the same two logits tensors in this divergence.
 
-        The sum is included if ``node`` is added to it, or one is subtracted from the other. The
+        The sum is included if `node` is added to it, or one is subtracted from the other. The
         divergence then contains the nodes of both sums. Return whether the sum was included.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
@@ -623,7 +623,7 @@ class DivergenceReader:
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
         """Return whether a node only multiplies each row's number by a factor; if so, record the
-        node in ``steps``."""
+        node in `steps`."""
         a, op = call.args, call.op
         if op is aten.neg.default:
             steps.factor = -steps.factor

@@ -201,7 +201,7 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the fused op and the results of ``group``; return the nodes that are now computed
+    """Insert the fused op and the results of `group`; return the nodes that are now computed
     earlier."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
@@ -555,8 +555,8 @@ class GroupEmitter:
         return target
 
     def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
-        """Reshape ``node`` to `shape`; if the sizes in `shape` are unknown, reshape ``node`` to the
-        shape of the node that ``like`` returns.
+        """Reshape `node` to `shape`; if the sizes in `shape` are unknown, reshape `node` to the
+        shape of the node that `like` returns.
         """
         if same_shape(shape, self.info.value(node).shape):
             return node
@@ -568,7 +568,7 @@ class GroupEmitter:
         return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
     def result(self, tail: Tail) -> Node:
-        """Insert the result of ``tail`` (a loss or another result of the logits), computed from the
+        """Insert the result of `tail` (a loss or another result of the logits), computed from the
         fused op's per-row results."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
@@ -613,7 +613,7 @@ class GroupEmitter:
         return self.editor.call(aten.mul.Scalar, node, factor)
 
     def _statistic(self, tail: Tail) -> Node:
-        """Return one number per row for ``tail`` (a loss or another result of the logits), computed
+        """Return one number per row for `tail` (a loss or another result of the logits), computed
         from the fused op's per-row results."""
         kind = tail.kind
         if kind in SUMS:

@@ -9,7 +9,7 @@ as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
 or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
-the arguments ``scale``, ``softcap`` and ``bias`` of the fused op.
+the arguments `scale`, `softcap` and `bias` of the fused op.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank product that is added to the projection's product: ``scale * low @ up.T``."""
+    """A low-rank product that is added to the projection's product: `scale * low @ up.T`."""
 
     low: Node
     up: Node
@@ -65,9 +65,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Head:
-    """The matrix product that computes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``.
+    """The matrix product that computes logits: `hidden @ weight.T + bias` in `compute_dtype`.
 
-    With low-rank products, ``node`` is the sum of all products.
+    With low-rank products, `node` is the sum of all products.
     """
 
     node: Node
@@ -77,7 +77,7 @@ class Head:
     bias: Node | None
     compute_dtype: torch.dtype
     parts: tuple[LowRank, ...] = ()
-    summed: tuple[Node, ...] = ()  # the nodes of the products that ``node`` adds, in order
+    summed: tuple[Node, ...] = ()  # the nodes of the products that `node` adds, in order
     casts: tuple[Node, ...] = ()  # casts of weight and bias, which the op's call repeats
 
     @property
@@ -119,19 +119,19 @@ class Vector:
 class Step:
     """One node between the output projection and a node that uses the logits.
 
-    Values of ``kind``:
+    Values of `kind`:
 
-    - ``rows``: reorders or selects rows;
-    - ``reshape``: regroups leading dimensions;
-    - ``same`` (no change) or ``detach``;
-    - ``move``: moves the class dimension from last to 1;
-    - ``classes``: selects some classes. The field ``classes`` has the index of the first selected
+    - `rows`: reorders or selects rows;
+    - `reshape`: regroups leading dimensions;
+    - `same` (no change) or `detach`;
+    - `move`: moves the class dimension from last to 1;
+    - `classes`: selects some classes. The field `classes` has the index of the first selected
       class and the index after the last one.
-    - ``to``, ``mul``, ``div``, ``tanh``, ``bias`` and ``factor``: pointwise, with the operand
-      ``value``.
+    - `to`, `mul`, `div`, `tanh`, `bias` and `factor`: pointwise, with the operand
+      `value`.
 
-    If ``value`` is a number that the user passed (a symbol under ``dynamic=True``), a guard on
-    ``symbol`` makes Dynamo recompile if this number changes. If a step also moves rows, ``whole``
+    If `value` is a number that the user passed (a symbol under `dynamic=True`), a guard on
+    `symbol` makes Dynamo recompile if this number changes. If a step also moves rows, `whole`
     is the complete ATen call of its node.
     """
 
@@ -151,7 +151,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """An output projection, and the steps from it to ``node``, in order."""
+    """An output projection, and the steps from it to `node`, in order."""
 
     head: Head
     steps: tuple[Step, ...]
@@ -245,7 +245,7 @@ class HeadReader:
     """The reader of all chains (output projection and steps) in one graph; the reader analyses each
     node once.
 
-    With ``tracing``, the reader also traces nodes, which takes milliseconds per node.
+    With `tracing`, the reader also traces nodes, which takes milliseconds per node.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -254,7 +254,7 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain (output projection and steps) that ends in ``node``, or a Decline with
+        """Return the chain (output projection and steps) that ends in `node`, or a Decline with
         the reason why there is no such chain.
         """
         if node not in self._chains:
@@ -325,7 +325,7 @@ class HeadReader:
         return found
 
     def row_operand(self, node: Node) -> Node | None:
-        """Return the operand whose rows ``node`` moves, casts or detaches, without tracing the
+        """Return the operand whose rows `node` moves, casts or detaches, without tracing the
         node."""
         reading = read(node)
         if not reading or reading[0].op not in _MOVE_OPS:
@@ -336,8 +336,8 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return ``chain`` extended by later nodes, or a Decline if one of these nodes is not a
-        step of a kind in ``kinds``."""
+        """Return `chain` extended by later nodes, or a Decline if one of these nodes is not a
+        step of a kind in `kinds`."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -878,7 +878,7 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert copies of those ``steps`` that move rows; the copies apply to the hidden states (with
+    """Insert copies of those `steps` that move rows; the copies apply to the hidden states (with
     last dimension D instead of V).
     """
     for call in (call for step in steps for call in step.reading):
@@ -911,7 +911,7 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return in which way ``call`` moves rows: same, reshape, rows, move or detach. For any other
+    """Return in which way `call` moves rows: same, reshape, rows, move or detach. For any other
     call, return None.
     """
     op, args = call.op, call.args
@@ -974,7 +974,7 @@ def _describe(node: Node) -> str:
 
 
 def _is_part(node: Node) -> bool:
-    """Return whether a node is one of several results of an op, for example of ``sort``."""
+    """Return whether a node is one of several results of an op, for example of `sort`."""
     if node.target is not operator.getitem or not is_several(node.args[0]):
         return False
     return not isinstance(node.all_input_nodes[0].target, compat.HigherOrderOperator)

@@ -3,7 +3,7 @@
 Deferred logits are computed when they are first read. Two passes use this module:
 
 - the pass that fuses the loss, for logits that the model returns with the loss;
-- ``defer_logits``, for logits of a training graph without a loss.
+- `defer_logits`, for logits of a training graph without a loss.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
     """Return the reason why the outputs of a match cannot be deferred or removed, or None.
 
-    ``way_out`` is the remedy that the report names if no loss in the graph reads the logits.
+    `way_out` is the remedy that the report names if no loss in the graph reads the logits.
     """
     if not outputs:
         return None

@@ -143,7 +143,7 @@ def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> No
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:
-    """Return a value that is equal on all ranks, as a DTensor on the device mesh of ``like``."""
+    """Return a value that is equal on all ranks, as a DTensor on the device mesh of `like`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     places = [Replicate()] * like.device_mesh.ndim

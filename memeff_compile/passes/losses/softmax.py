@@ -58,14 +58,14 @@ class Peak:
     through: tuple[Node, ...]
 
     def is_over(self, dim: Any) -> bool:
-        """Return whether this maximum is over the dimension ``dim``, over which a softmax is
+        """Return whether this maximum is over the dimension `dim`, over which a softmax is
         computed."""
         rank = compat.example_value(self.logits).dim()
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether the addition of the maximum ``other`` cancels the subtraction of this
+        """Return whether the addition of the maximum `other` cancels the subtraction of this
         maximum, in the values and in the gradients.
         """
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
@@ -118,7 +118,7 @@ class SoftmaxReader:
         signed: bool = False,
     ) -> Soft | Decline | None:
         """Go back from a node through nodes that only move, cast or detach rows, to a softmax,
-        which the function ``start`` recognizes.
+        which the function `start` recognizes.
         """
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
@@ -223,7 +223,7 @@ class SoftmaxReader:
         return None
 
     def peak_taken_off(self, node: Any) -> Peak | None:
-        """Return the maximum that the graph subtracted from the logits, if ``node`` is the
+        """Return the maximum that the graph subtracted from the logits, if `node` is the
         difference."""
         call = call_of(node, aten.sub.Tensor)
         if call is None or call.args["alpha"] != 1:
@@ -263,7 +263,7 @@ class SoftmaxReader:
         return self._over(call.args["self"], call.args["dim"], (node,))
 
     def _share(self, node: Node, call: Call) -> Soft | None:
-        """Recognize ``e / e.sum(-1, keepdim=True)`` of ``e = exp(logits)``, in which the maximum
+        """Recognize `e / e.sum(-1, keepdim=True)` of `e = exp(logits)`, in which the maximum
         may be subtracted from the logits.
         """
         powers, added = call.args["self"], call_of(call.args["other"], aten.sum.dim_IntList)
@@ -277,7 +277,7 @@ class SoftmaxReader:
         return found if isinstance(found, Soft) else None
 
     def _over(self, logits: Node, dim: Any, through: tuple[Node, ...]) -> Soft | Decline | None:
-        """Recognize a softmax of ``logits``, which may themselves be log-probabilities."""
+        """Recognize a softmax of `logits`, which may themselves be log-probabilities."""
         peak = self.peak_taken_off(logits)
         if peak is not None and peak.is_over(dim):
             logits, through = peak.logits, (*peak.through, logits, *through)
@@ -301,7 +301,7 @@ class SoftmaxReader:
     def _same_values(self, node: Node) -> Node | None:
         """Return x if a node has the same values as x.
 
-        Such a node is ``x.clamp(min=finfo.min)``, or broadcasts x to the shape of x.
+        Such a node is `x.clamp(min=finfo.min)`, or broadcasts x to the shape of x.
         """
         operand = broadcast_operand(node)
         if operand is not None:
@@ -321,7 +321,7 @@ _TOTALS = named("log.default add.Tensor logsumexp.default squeeze.dim")
 
 
 def negated(node: Node) -> Node | None:
-    """Return the tensor of which ``node`` is the negative."""
+    """Return the tensor of which `node` is the negative."""
     call = call_of(node, aten.neg.default, aten.mul.Tensor, aten.mul.Scalar)
     if call is None or (call.op is not aten.neg.default and call.args["other"] not in (-1, -1.0)):
         return None
@@ -330,9 +330,9 @@ def negated(node: Node) -> Node | None:
 
 
 def _of_maximum(node: Any) -> tuple[Any, int]:
-    """Return the tensor of which ``node`` is the maximum over one dimension, and that dimension.
+    """Return the tensor of which `node` is the maximum over one dimension, and that dimension.
 
-    Return None as the tensor if ``node`` is not such a maximum.
+    Return None as the tensor if `node` is not such a maximum.
     """
     call = call_of(node, aten.amax.default)
     is_values = True
@@ -364,7 +364,7 @@ def _with(soft: Soft | Decline | None, node: Node) -> Soft | None:
 
 
 def broadcast_operand(node: Node) -> Node | None:
-    """Return the operand that ``broadcast_tensors(..)[i]`` broadcasts."""
+    """Return the operand that `broadcast_tensors(..)[i]` broadcasts."""
     joined, index = node.args if node.target is operator.getitem else (None, None)
     if not isinstance(joined, Node) or not isinstance(index, int):
         return None
@@ -377,5 +377,5 @@ def broadcast_operand(node: Node) -> Node | None:
 
 
 def class_position(chain: Chain, rank: int) -> int:
-    """Return the classes' dimension in the logits of ``chain``, which have ``rank`` dimensions."""
+    """Return the classes' dimension in the logits of `chain`, which have `rank` dimensions."""
     return 1 if chain.moved and rank > 1 else max(rank, 1) - 1

@@ -30,20 +30,20 @@ from .targets import INDICES, NUMBERS, OneHot, counts_up, indexed_by_numbers, re
 class Tail:
     """A node whose result the op memeff::linear_cross_entropy can compute from logits.
 
-    With a target, ``kind`` is one of these:
+    With a target, `kind` is one of these:
 
-    - ``loss``: cross_entropy or nll_loss;
-    - ``log_prob``: gather on log-probabilities;
-    - ``logit``: gather on the logits themselves.
+    - `loss`: cross_entropy or nll_loss;
+    - `log_prob`: gather on log-probabilities;
+    - `logit`: gather on the logits themselves.
 
-    Without a target, ``kind`` is one of these:
+    Without a target, `kind` is one of these:
 
-    - ``lse`` (logsumexp), ``top`` (argmax) or ``entropy``;
-    - ``neg_entropy``: the sum of p log p;
-    - ``mean_logit``: the sum of p times the logits;
-    - ``log_prob_sum`` or ``logit_sum``: the sum over the classes.
+    - `lse` (logsumexp), `top` (argmax) or `entropy`;
+    - `neg_entropy`: the sum of p log p;
+    - `mean_logit`: the sum of p times the logits;
+    - `log_prob_sum` or `logit_sum`: the sum over the classes.
 
-    ``reduction`` is 0 for a number per row, 1 for their mean and 2 for their sum.
+    `reduction` is 0 for a number per row, 1 for their mean and 2 for their sum.
     """
 
     node: Node
@@ -103,7 +103,7 @@ def reads_sum(tail: Tail) -> bool:
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
-    """Return whether no gradient flows back through ``tail`` (a loss or another result of the
+    """Return whether no gradient flows back through `tail` (a loss or another result of the
     logits).
 
     The tail is then detached, under no_grad, or an integer."""
@@ -113,7 +113,7 @@ def is_silent(info: GraphInfo, tail: Tail) -> bool:
 
 @dataclass(frozen=True)
 class Picked:
-    """A gather of one element per row of ``source``, at a class index."""
+    """A gather of one element per row of `source`, at a class index."""
 
     source: Node
     index: Node
@@ -191,7 +191,7 @@ class TailReader:
         self.untraced = HeadReader(info, tracing=False)
 
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
-        """Yield the losses and other results (tails) that ``node`` computes from logits.
+        """Yield the losses and other results (tails) that `node` computes from logits.
 
         If such a result is not supported, yield a Decline with the reason.
         """
@@ -210,7 +210,7 @@ class TailReader:
             yield Decline("unreadable_loss", said, hint, node)
 
     def chain_of_log_probs(self, node: Node) -> Chain | None:
-        """If ``node`` is the log-probabilities of logits, or the negative log-probabilities, return
+        """If `node` is the log-probabilities of logits, or the negative log-probabilities, return
         the chain (output projection and steps) of these logits.
         """
         soft = self.softmax.signed_log_probs(node)
@@ -312,7 +312,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _indexed(self, node: Node) -> Iterable[Tail | Decline]:
-        """Recognize ``x[arange(rows), targets]``, which is the element of each row at its
+        """Recognize `x[arange(rows), targets]`, which is the element of each row at its
         target."""
         picked = self._picked_by_index(node)
         if isinstance(picked, Decline):
@@ -321,7 +321,7 @@ class TailReader:
             yield from self._entry(node, picked)
 
     def _gathered(self, node: Node, a: Any) -> Picked | None:
-        """Recognize ``gather`` and ``take_along_dim`` of one class per row."""
+        """Recognize `gather` and `take_along_dim` of one class per row."""
         source = a["self"]
         index, opened = _plain_index(self.info, a.get("index", a.get("indices")))
         value, index_value = self.info.tensor(source), self.info.tensor(index)
@@ -410,7 +410,7 @@ class TailReader:
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Recognize ``log(exp(x).sum(-1)) - x[target]``, in either order, where x is the logits
+        """Recognize `log(exp(x).sum(-1)) - x[target]`, in either order, where x is the logits
         minus their maximum.
         """
         for left, right, sign in ((a["self"], a["other"], -1.0), (a["other"], a["self"], 1.0)):
@@ -448,7 +448,7 @@ class TailReader:
         return entry, found
 
     def _log_of_picked(self, node: Node, a: Any) -> Iterable[Tail]:
-        """Recognize ``log(softmax(x)[target])``."""
+        """Recognize `log(softmax(x)[target])`."""
         way: list[Node] = []
         entry, picked = self._picked(a["self"], way)
         soft = self.softmax.probs(picked.source) if isinstance(picked, Picked) else None
@@ -462,7 +462,7 @@ class TailReader:
             yield Tail(node, "log_prob", soft.chain, through=through, **picked.how)
 
     def _chosen(self, node: Node) -> Iterable[Tail]:
-        """Recognize ``max(x, -1)[1]`` and ``topk(x, 1)[1]`` as an argmax, if no node uses the
+        """Recognize `max(x, -1)[1]` and `topk(x, 1)[1]` as an argmax, if no node uses the
         maximum itself."""
         pair, index = node.args
         call = call_of(pair, aten.max.dim, aten.topk.default) if index in (1, -1) else None
@@ -703,7 +703,7 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
     broadcast.
 
     Also return the nodes of the broadcast. torch.distributions gathers with
-    ``broadcast_tensors(index, logits)[0][..., :1]``, which reads only the shape of the logits.
+    `broadcast_tensors(index, logits)[0][..., :1]`, which reads only the shape of the logits.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
@@ -719,7 +719,7 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
-    """Follow negations back from ``node``; return the first node that is no negation, the total
+    """Follow negations back from `node`; return the first node that is no negation, the total
     sign, and the negations."""
     sign, taken = 1, list[Node]()
     while (below := negated(node)) is not None:
@@ -777,10 +777,10 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph also computes the logsumexp of the rows whose logits ``tail``
+    """Return whether the graph also computes the logsumexp of the rows whose logits `tail`
     gathers.
 
     Gathered logits and logsumexps together form a loss. In a loop over chunks, each logsumexp may
-    cover only some of the rows of ``tail``.
+    cover only some of the rows of `tail`.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

@@ -25,8 +25,8 @@ NUMBERS = range, list, tuple  # Python's own sequences of row positions
 
 
 def indexed_by_numbers(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
-    """If a node is ``x[range(rows), targets]``, return the tensor ``x`` and the indices
-    ``targets``, otherwise return None.
+    """If a node is `x[range(rows), targets]`, return the tensor `x` and the indices
+    `targets`, otherwise return None.
     """
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
@@ -37,8 +37,8 @@ def indexed_by_numbers(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
 
 
 def counts_up(info: GraphInfo, index: Any, dim: int, rows: Sequence[Any], reader: Node) -> bool:
-    """Return whether ``index`` contains each row's own position along ``dim`` (0, 1, 2 and so on)
-    when ``reader`` reads it."""
+    """Return whether `index` contains each row's own position along `dim` (0, 1, 2 and so on)
+    when `reader` reads it."""
     if isinstance(index, NUMBERS):  # which broadcast along the last of the dimensions only
         size = compat.known_size(rows[dim])
         is_last = dim == len(rows) - 1
@@ -73,7 +73,7 @@ _POSITION_MOVES = named(
 
 @dataclass(frozen=True)
 class OneHot:
-    """A one-hot target: ``base`` for every class, plus ``peak`` for the class ``index``."""
+    """A one-hot target: `base` for every class, plus `peak` for the class `index`."""
 
     index: Node
     base: float
@@ -90,7 +90,7 @@ class OneHot:
 
 
 def read_one_hot(info: GraphInfo, node: Node, reader: Node) -> OneHot | None:
-    """Return ``node`` as a one-hot tensor, if ``reader`` is the only node that reads it."""
+    """Return `node` as a one-hot tensor, if `reader` is the only node that reads it."""
     found = _one_hot(info, node, reader)
     if found is None or not all(
         user in found.nodes or user is reader for each in found.nodes for user in each.users
@@ -185,7 +185,7 @@ def _scattered(
 
 
 def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
-    """Return the node that creates a tensor, and all writes to it before ``reader``, or None."""
+    """Return the node that creates a tensor, and all writes to it before `reader`, or None."""
     nodes = [node]
     while nodes[0].op == "call_method" and str(nodes[0].target) in ("fill_", "scatter_", "zero_"):
         given = nodes[0].args[0]
@@ -210,7 +210,7 @@ def _written_one_hot(info: GraphInfo, nodes: Sequence[Node]) -> OneHot | None:
     if not nodes:
         return None
     made, *writers = nodes
-    # A tensor made without reading values (``empty_like``) has none until it is filled.
+    # A tensor made without reading values (`empty_like`) has none until it is filled.
     base, found = _constant(made), None
     for writer in writers:
         if writer.op != "call_method" or writer.args[0] not in nodes or found is not None:
@@ -237,5 +237,5 @@ def _is_plain_scatter(node: Node) -> bool:
 
 
 def _written(info: GraphInfo, nodes: Sequence[Node], first: Node, last: Node) -> bool:
-    """Return whether any node between two given nodes may write to the memory of ``nodes``."""
+    """Return whether any node between two given nodes may write to the memory of `nodes`."""
     return info.written_between(nodes, first, last) is not None

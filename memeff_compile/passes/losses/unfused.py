@@ -44,7 +44,7 @@ def unfused_heads(
     """Yield a Decline for each trained output projection with at least 8,192 classes that the
     report does not mention otherwise.
 
-    ``judged`` contains the projections and nodes for which a pass has already reported a change or
+    `judged` contains the projections and nodes for which a pass has already reported a change or
     a decline.
     """
     if not info.needs_grad:
@@ -75,7 +75,7 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
     """Return the nodes that reduce the class dimension of a product's result.
 
-    Return None if the result is used in another matrix product, is in ``judged``, or has too many
+    Return None if the result is used in another matrix product, is in `judged`, or has too many
     users to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)

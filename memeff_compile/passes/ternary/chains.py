@@ -5,7 +5,7 @@
 The max or mean is over one token (the last axis) or over a whole weight. A straight-through
 estimator may surround these nodes, in one of these forms:
 
-- ``x + (q - x).detach()`` or ``(q + x) - x.detach()``;
+- `x + (q - x).detach()` or `(q + x) - x.detach()`;
 - the same with q computed under no_grad;
 - an autograd Function whose backward pass returns its gradient unchanged.
 
@@ -275,10 +275,10 @@ def _hands_gradient_on(graph: Any) -> bool:
 def _fake_quantized(
     chain: _Chain, end: Node, wanted: Node | None = None
 ) -> tuple[Node, Quantizer, bool]:
-    """Recognize ``clamp(round(x * s)) / s``; return x, its quantisation, and whether x is a weight.
+    """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation. If ``wanted`` is the masked x, the mask must come after the
+    before or after the quantisation. If `wanted` is the masked x, the mask must come after the
     quantisation.
     """
     kept, end = _without_mask(chain, end)
@@ -402,7 +402,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Recognize a scale `levels / t` or, with ``is_step``, `t / levels` (by which the graph
+    """Recognize a scale `levels / t` or, with `is_step`, `t / levels` (by which the graph
     divides); return t and the number `levels`."""
     if is_step:
         call = _call_of(scale, "div")

@@ -93,7 +93,7 @@ def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> 
 
 
 def behind_item(node: Node) -> Node:
-    """If ``node`` takes the first of several results of a call, return the call, otherwise ``node``
+    """If `node` takes the first of several results of a call, return the call, otherwise `node`
     itself."""
     is_first = node.target is operator.getitem and node.args[1] == 0
     whole = node.args[0] if is_first else node

@@ -111,7 +111,7 @@ def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
 
 
 def _squared(node: Node) -> Node | None:
-    """Return the operand of ``node`` if the node is a square, or None."""
+    """Return the operand of `node` if the node is a square, or None."""
     call = read_one(node)
     if call is None:
         return None
@@ -145,7 +145,7 @@ def _name(call: Call) -> str:
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
-    """If ``node`` is a cast, record the cast and return its operand; otherwise return the node."""
+    """If `node` is a cast, record the cast and return its operand; otherwise return the node."""
     if (call := call_of(node, aten.to.dtype)) is None:
         return node
     if node not in chain:
