@@ -121,7 +121,7 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors that are equal for all sequences:
+    """Return two tensors that all sequences share:
 
     - the slot (matching head of the lower layer) of each head of the upper layer, (H);
     - the sums of products of the two layers' rows, over all sequences, (H, 2, D, D).

@@ -1,7 +1,6 @@
-"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers whose caches share
-directions.
+"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two merged layers.
 
-A direction is one vector of length one for the keys, or the values, of both layers. The two layers
+Both layers store one direction, a vector of length one, for their keys or their values. The two layers
 of a pair share the tensors named in `SHARED`. Each layer also has its own tensors, named in `OWN`.
 Together, these tensors contain each layer's pool (the ten tensors of a cache) and norms, which the
 ops for view and attention read. In a decoding step, the lower layer writes its token before the

@@ -214,8 +214,8 @@ def fits_one_piece(form: Format) -> bool:
 
 
 def _piece_lists(count: int) -> int:
-    """Return the positions of a weight's lists of patches (weights stored whole) inside its
-    allocation, in 32-bit words.
+    """Return the index, in 32-bit words, at which the patches (elements of the matrix that are
+    stored without a code) begin inside a weight's allocation.
     """
     chunks = padded(count) // CHUNK
     starts = -(-(chunks + 1) // PIECE_APART) * PIECE_APART
