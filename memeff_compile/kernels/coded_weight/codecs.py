@@ -331,7 +331,7 @@ def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     """Return where each chunk of weights begins in the bit streams and in the list of patches
-    (weights stored whole).
+    (uncoded elements).
     """
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
@@ -344,7 +344,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches (weights stored whole): write positions and values.
+    """Fill a list of patches (uncoded elements): write positions and values.
 
     The index at which each chunk's patches start is already written.
     """

@@ -224,13 +224,13 @@ def _piece_lists(count: int) -> int:
 
 def piece_words(count: int, room: int) -> int:
     """Return the length of a weight's allocation in 32-bit words, with space for at least `room`
-    patches (weights stored whole).
+    patches (uncoded elements).
     """
     return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
 
 
 def piece_room(count: int, words: int) -> int:
-    """Return how many patches (weights stored whole) fit into a weight's allocation of a given
+    """Return how many patches (uncoded elements) fit into a weight's allocation of a given
     number of 32-bit words."""
     return words - _piece_lists(count)
 
@@ -239,7 +239,7 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
     words.
 
-    The tensors are in the order of `Format.parts`. The lists of patches (weights stored whole) have
+    The tensors are in the order of `Format.parts`. The lists of patches (uncoded elements) have
     two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)

@@ -154,7 +154,7 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
     """Return where some rows of the weight are stored, and the range of their patches.
 
     Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. Patches are weights stored whole.
+    position in the first chunk. Patches are uncoded elements.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -168,7 +168,7 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return the indices of the patches (weights stored whole) that each warp loads at a time,
+    """Return the indices of the patches (uncoded elements) that each warp loads at a time,
     (WARPS, PATCHES).
     """
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
@@ -182,7 +182,7 @@ def own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def some_patches(each, end, places_ptr, values_ptr):
-    """Load positions and values of patches (weights stored whole); positions from index `end` on
+    """Load positions and values of patches (uncoded elements); positions from index `end` on
     are -1."""
     place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
     return place, gl.load(values_ptr + each, mask=each < end, other=0)
@@ -200,7 +200,7 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (weights stored whole) of some rows to `acc`.
+    """Add the products of x with the patches (uncoded elements) of some rows to `acc`.
 
     The warps of a program share the work.
     """
@@ -237,7 +237,7 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row of each loaded patch (a weight stored whole) inside the tile, and its column.
+    """Return the row of each loaded patch (an uncoded element) inside the tile, and its column.
 
     The row is -1 for an entry that is not a patch of the tile.
     """
@@ -256,7 +256,7 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x by which patches (weights stored whole) are multiplied."""
+    """Load the numbers of x by which patches (uncoded elements) are multiplied."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
@@ -265,7 +265,7 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add to `acc` the products of patches (weights stored whole) with the columns of x that belong
+    """Add to `acc` the products of patches (uncoded elements) with the columns of x that belong
     to these patches.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -289,7 +289,7 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (weights stored whole) to `acc` as `patched` does.
+    """Add the products of x with patches (uncoded elements) to `acc` as `patched` does.
 
     This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
     patches at a time. In each round, it loads the list indices at which the patches of each chunk
@@ -592,7 +592,7 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load `NOTED` patches (weights stored whole), from index `begin` on, before they are needed,
+    """Load `NOTED` patches (uncoded elements), from index `begin` on, before they are needed,
     so that later pipeline steps do not wait for memory.
 
     The position of an entry after the last patch is -1.
@@ -614,7 +614,7 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Store the rows, columns and values of the loaded patches (weights stored whole) in shared
+    """Store the rows, columns and values of the loaded patches (uncoded elements) in shared
     memory.
     """
     rows_note, columns_note, values_note = notes
@@ -636,7 +636,7 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Return 64 of the patches (weights stored whole) that `_note_patches` stored in shared
+    """Return 64 of the patches (uncoded elements) that `_note_patches` stored in shared
     memory.
     """
     several: gl.constexpr = [notes.shape[0] // 64, 64]
@@ -645,7 +645,7 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying to shared memory the columns of x by which 64 patches (weights stored whole)
+    """Start copying to shared memory the columns of x by which 64 patches (uncoded elements)
     are multiplied.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
@@ -690,7 +690,7 @@ def _coded_weight_matrix_win4_wide_kernel(
 
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
-    kernel multiplies the patches (weights stored whole) last. Each 64 patches form one more step,
+    kernel multiplies the patches (uncoded elements) last. Each 64 patches form one more step,
     together with the columns of x that they are multiplied by.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])

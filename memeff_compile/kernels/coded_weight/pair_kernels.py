@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device functions that the kernels of all codecs share. The functions process pairs of weights in
-one 32-bit word, patches (weights stored whole), and histograms.
+one 32-bit word, patches (uncoded elements), and histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
@@ -107,7 +107,7 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Apply the optimizer step to the patches (weights stored whole) of one program, with their
+    """Apply the optimizer step to the patches (uncoded elements) of one program, with their
     gradients.
 
     When this function returns, all threads have read the gradients, so the caller may overwrite
@@ -228,7 +228,7 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches (weights stored whole), from index `begin` on, before they are needed,
+    """Load the first patches (uncoded elements), from index `begin` on, before they are needed,
     so that storing the patches does not wait.
 
     The loaded position of an entry after the last patch is -1.
@@ -241,7 +241,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Overwrite decoded weights with the patches (weights stored whole). The program has stored
+    """Overwrite decoded weights with the patches (uncoded elements). The program has stored
     `WEIGHTS` decoded weights, from index `first` on.
 
     `first_patches` has already loaded the first of these patches.
@@ -290,7 +290,7 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches (weights stored whole) of one chunk of weights in order, for the codec
+    """Write the patches (uncoded elements) of one chunk of weights in order, for the codec
     `tier`.
 
     The kernel drops patches beyond the end of the list.

@@ -24,7 +24,7 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
 
     - the weight's index, and the program's index within the weight;
     - the allocation, the values, the number of chunks, and the number of chunks of earlier weights;
-    - the number of patches (elements stored whole) for which the allocation has space.
+    - the number of patches (uncoded elements) for which the allocation has space.
 
     Only this function branches on the weight's index, so that the kernel's other code is compiled
     once, not once per weight.
@@ -133,7 +133,7 @@ def _coded_weight_piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write a share of the lists of patches (elements stored whole) of one of several weights."""
+    """Write a share of the lists of patches (uncoded elements) of one of several weights."""
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

@@ -64,7 +64,7 @@ class _Launch(NamedTuple):
 
 class _Plan(NamedTuple):
     """The launches that update and encode weights of given sizes, and write their lists of patches
-    (elements stored whole).
+    (uncoded elements).
     """
 
     chunks: int
@@ -208,7 +208,7 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the lists of patches (elements stored whole) of all weights that `move` updated, in one
+    """Write the lists of patches (uncoded elements) of all weights that `move` updated, in one
     launch.
 
     If the codes of a weight do not fit into its allocation, the weight's value is in the spill

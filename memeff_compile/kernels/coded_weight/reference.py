@@ -117,7 +117,7 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of patches (weights stored whole) in each chunk, their positions in the
+    """Return the number of patches (uncoded elements) in each chunk, their positions in the
     chunk, and their bit patterns."""
     counts = is_patch.view(-1, CHUNK).sum(1)
     places = is_patch.nonzero().view(-1)
@@ -125,7 +125,7 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one list of patches (weights stored whole), as starts, positions and values, from the
+    """Return one list of patches (uncoded elements), as starts, positions and values, from the
     lists of consecutive blocks.
     """
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
@@ -134,7 +134,7 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches (weights stored whole).
+    """Return the flat indices of the patches (uncoded elements).
 
     The list itself may have spare space after the patches.
     """
@@ -168,7 +168,7 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
-    still insert the patches (weights stored whole)."""
+    still insert the patches (uncoded elements)."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -267,7 +267,7 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
-    still insert the patches (weights stored whole)."""
+    still insert the patches (uncoded elements)."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):
@@ -422,7 +422,7 @@ def with_signs(
     parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
 ) -> list[Tensor]:
     """Return the coded exponents `parts`, and add the tensor of sign and mantissa fields of the bit
-    patterns `patterns`. The bits of a patch (a weight stored whole) come from `whole`, the weight
+    patterns `patterns`. The bits of a patch (an uncoded element) come from `whole`, the weight
     to encode.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere

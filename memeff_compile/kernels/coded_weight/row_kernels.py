@@ -36,7 +36,7 @@ def chunks_of(weight, first_row, rows, row_length):
     """Return where some rows of the weight are stored, and the range of their patches.
 
     Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. Patches are weights stored whole.
+    position in the first chunk. Patches are uncoded elements.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -60,7 +60,7 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of each patch (an element stored without a code).
+    """Return the row and column of each patch (an uncoded element).
 
     Rows are counted from the program's first row. A patch before that row gets row -1.
     """
@@ -110,7 +110,7 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Add the products of some patches (weights stored whole) to the sums for their rows."""
+    """Add the products of some patches (uncoded elements) to the sums for their rows."""
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded
     is_patch = place >= 0
@@ -138,7 +138,7 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias and the products of the patches (weights stored whole) to the outputs of some
+    """Add the bias and the products of the patches (uncoded elements) to the outputs of some
     rows, and store these outputs."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]

@@ -66,7 +66,7 @@ class WideTile:
 
     @property
     def noted(self) -> int:
-        """Return how many patches (weights stored whole) a program processes at once."""
+        """Return how many patches (uncoded elements) a program processes at once."""
         return 4 * self.rows
 
 

@@ -206,7 +206,7 @@ def _codes(pattern, windows):
 @triton.jit
 def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
     """Count a chunk's words in the second stream, its words in the third stream, and its patches
-    (weights stored whole).
+    (uncoded elements).
 
     A weight is stored whole, as a patch, if its exponent is in none of the three windows (ranges of
     exponents that have codes).

@@ -166,7 +166,7 @@ def _coded_pair(pair, base, PAIR: tl.constexpr):
     """Return the codes of a pair of weights at their bit positions in a word, and their bytes of
     sign and mantissa.
 
-    Also return the number of patches (weights stored whole) in the pair.
+    Also return the number of patches (uncoded elements) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -187,10 +187,10 @@ def encode_chunk(
     # STEP: the parts hold the weight before a step along the gradient
 ):
     """Write the codes, signs and mantissas of one chunk of weights. Count the chunk's patches
-    (weights stored whole) and write their positions.
+    (uncoded elements) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. The kernel also writes updated patches (weights stored whole) to the
+    read and written once. The kernel also writes updated patches (uncoded elements) to the
     gradient's memory, and reads them from there later.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
@@ -266,10 +266,10 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches (weights stored whole) in order, and the index at which each chunk's
+    """Write the patches (uncoded elements) in order, and the index at which each chunk's
     patches start.
 
-    The kernel drops patches (weights stored whole) that do not fit into their lists. If patches are
+    The kernel drops patches (uncoded elements) that do not fit into their lists. If patches are
     dropped, the weight is also written to the spill buffer (memory for weights whose codes do not
     fit). The start indices then stay inside the lists, so that decoding reads no other memory.
     Without a spill buffer, the last start index is the length that the lists of patches need.
@@ -328,7 +328,7 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write a weight's patches (elements stored whole), and the start of each chunk's patches, with
+    """Write a weight's patches (uncoded elements), and the start of each chunk's patches, with
     `list_chunks`."""
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
