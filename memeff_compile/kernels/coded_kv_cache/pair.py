@@ -1,7 +1,7 @@
 """The ops memeff::coded_kv_cache_append_lower and _append_pair, for two merged layers.
 
-Both layers store one direction, a vector of length one, for their keys or their values. The two layers
-of a pair share the tensors named in `SHARED`. Each layer also has its own tensors, named in `OWN`.
+Both layers store one direction, a vector of length one, for their keys or their values. The
+two layers share the tensors named in `SHARED`. Each layer also has its own tensors, named in `OWN`.
 Together, these tensors contain each layer's pool (the ten tensors of a cache) and norms, which the
 ops for view and attention read. In a decoding step, the lower layer writes its token before the
 upper layer's token is computed. So appending the upper layer's token also merges the groups of both
