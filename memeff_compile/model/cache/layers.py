@@ -640,10 +640,13 @@ class Starts:
 
 def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
     """Yield a cache layer of the right class for each layer of the model."""
-    types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    config = config.get_text_config(decoder=True)
+    types, settings = get_layer_types_and_kwargs(config)
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
         settings = [settings] * len(types)
-    for kind, given in zip(types, settings, strict=True):
+    # With `assistant_early_exit`, transformers lowers the number of layers and keeps their types.
+    layers = min(config.num_hidden_layers, len(types))
+    for kind, given in zip(types[:layers], settings[:layers], strict=True):
         if kind == "full_attention":
             yield full()
         elif STATIC_LAYER_TYPE_MAPPING.get(kind) is StaticSlidingWindowLayer:
