@@ -507,6 +507,9 @@ class Report(VerbReport):
     """
 
     graphs: tuple[GraphReport, ...]
+    over_limit: int = 0
+    """How many functions run without compilation since the last reset, because they had as many
+    graphs as PyTorch's limit allows."""
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -553,9 +556,10 @@ class Report(VerbReport):
         """
         if not self.graphs:
             return str(self)
+        limit = [textwrap.fill(self._about_limit(), text_width())] if self.over_limit else []
         silent = [graph.name for graph in self.graphs if graph.is_silent]
         if len(silent) == len(self.graphs) == 1:
-            return "\n\n".join([self._summary(), str(self.graphs[0])])
+            return "\n\n".join([self._summary(), *limit, str(self.graphs[0])])
         quoted: set[str] = set()
         texts = [graph._text(quoted) for graph in self.graphs if not graph.is_silent]
         if silent:
@@ -565,7 +569,7 @@ class Report(VerbReport):
         causes = [f"  {graph.name}: {graph.cause}" for graph in self.graphs if graph.cause]
         if causes:
             texts.append("\n".join(["compiled again, with the cause:", *causes]))
-        return "\n\n".join([self._summary(), *texts])
+        return "\n\n".join([self._summary(), *limit, *texts])
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
         changes = [r for r in self.records if r.action in CHANGES and (r.bytes_saved or 0) > 0]
@@ -600,7 +604,8 @@ class Report(VerbReport):
     def _next(self) -> str:
         """Return suggestions for the user.
 
-        The first suggestion is the hint of one record. An error of a pass takes precedence over a
+        The limit of graphs comes first, because later calls run without compilation. Then follows
+        the hint of one record. An error of a pass takes precedence over a
         loss that was not fused. This loss takes precedence over the declined match that would save
         the most memory. Advice on reads of deferred logits follows.
         """
@@ -615,7 +620,7 @@ class Report(VerbReport):
                 -(r.bytes_saved or 0),
             )
         )
-        texts = []
+        texts = [self._about_limit()] if self.over_limit else []
         for record in hinted[:1]:
             saved, place = record.bytes_saved or 0, f" in {record.module}" if record.module else ""
             worth = f", would save {format_bytes(saved)}" if saved > 0 else ""
@@ -629,6 +634,16 @@ class Report(VerbReport):
         nothing = "nothing to do" if is_found else "nothing here is what a pass rewrites"
         more = "details() has the rest" if is_found else "details() has the graphs"
         return f"{'; '.join(texts or [nothing])}; {more}."
+
+    def _about_limit(self) -> str:
+        """Return a sentence about functions that PyTorch does not compile again."""
+        number = self.over_limit
+        functions = "a function" if number == 1 else f"{number} functions"
+        return (
+            f"{functions} had as many graphs as torch._dynamo.config.recompile_limit allows, so "
+            "other calls of it run without compilation and without changes of memeff: compile with "
+            "memeff_compile.compile(model), whose limit is 64, or increase the limit"
+        )
 
     def _training_uses(self) -> list[LogitsUse]:
         return [g.logits for g in self.graphs if g.training and g.logits is not None]
@@ -671,7 +686,8 @@ class Report(VerbReport):
         """Return the report as JSON with formulas as strings; the texts of graphs can be left
         out."""
         graphs = [graph._to_dict(include_graphs=include_graphs) for graph in self.graphs]
-        return json.dumps({"bytes_saved": self.bytes_saved, "graphs": graphs}, indent=indent)
+        told = {"bytes_saved": self.bytes_saved, "over_limit": self.over_limit, "graphs": graphs}
+        return json.dumps(told, indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -679,7 +695,8 @@ class Report(VerbReport):
         positive integers.
         """
         data = json.loads(text)
-        return cls(tuple(GraphReport._from_dict(graph) for graph in data["graphs"]))
+        graphs = tuple(GraphReport._from_dict(graph) for graph in data["graphs"])
+        return cls(graphs, data.get("over_limit", 0))
 
 
 _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -721,6 +738,7 @@ def _parse_formula(text: str) -> sympy.Expr:
 
 _lock = threading.Lock()
 _graphs: deque[GraphReport] = deque(maxlen=MAX_GRAPHS)
+_over_limit_before = 0  # functions over the limit of graphs at the last reset
 
 
 def record_graph(report: GraphReport) -> None:
@@ -739,8 +757,12 @@ def amend(old: GraphReport, new: GraphReport) -> None:
 
 def clear() -> None:
     """Delete every report; `torch._dynamo.reset()` makes the backend call this function."""
+    from memeff_compile import compat
+
+    global _over_limit_before
     with _lock:
         _graphs.clear()
+        _over_limit_before = compat.functions_over_limit()
 
 
 def graphs() -> Sequence[GraphReport]:
@@ -762,4 +784,8 @@ def last_report() -> Report:
     Example:
         >>> print(memeff_compile.last_report())  # doctest: +SKIP
     """
-    return Report(tuple(graphs()))
+    from memeff_compile import compat
+
+    found = graphs()
+    over_limit = compat.functions_over_limit() - _over_limit_before if found else 0
+    return Report(tuple(found), max(over_limit, 0))

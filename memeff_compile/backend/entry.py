@@ -232,7 +232,7 @@ def compile(
         return cast("Compilable", torch.compile(model, **given))
     if not any(hooks.compile(request, given) for hooks in asked):
         compile_layers(model, given)
-        compat.compile_in_place(model, given)
+        compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
         if dynamic is None:
             compat.wrap_compiled(model, for_any_batch)
     return cast("Compilable", model)

@@ -408,6 +408,21 @@ def mark_varying(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def functions_over_limit() -> int:
+    """Return how many times Dynamo gave a function up in this process, because its number of graphs
+    had reached the limit. Such a function runs without compilation from then on.
+    """
+    from torch._dynamo.utils import counters
+
+    counts = (counts for counts in list(counters.values()))
+    return sum(
+        number
+        for messages in counts
+        for message, number in list(messages.items())
+        if re.match(r"Dynamo (recompile|cache) limit exceeded", str(message))
+    )
+
+
 def room_for_graphs(limit: int = 64) -> dict[str, Any]:
     """Return arguments of torch.compile that give a model its own, larger limit on the number of
     graphs.

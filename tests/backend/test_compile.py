@@ -82,6 +82,42 @@ def test_a_module_is_compiled_by_the_decorator_form_too() -> None:
     assert memeff_compile.last_report().graphs
 
 
+class Switch(torch.nn.Module):
+    """A module that needs a graph for each kind of call."""
+
+    def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return x * 1.0 if kind else x
+
+
+def calls_of_many_kinds(model: torch.nn.Module) -> int:
+    """Call a model in twelve ways; return how many graphs PyTorch compiled."""
+    memeff_compile.reset()
+    x = torch.ones(3)
+    for kind in range(12):
+        torch.testing.assert_close(model(x, str(kind)), x)
+    return len(memeff_compile.last_report().graphs)
+
+
+def test_a_compiled_module_has_a_limit_of_graphs_of_its_own() -> None:
+    model = memeff_compile.compile(Switch(), inner="eager")
+    assert calls_of_many_kinds(model) == 12
+    assert "recompile_limit" not in str(memeff_compile.last_report())
+
+
+def test_the_report_names_the_limit_of_graphs() -> None:
+    model = Switch()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        model.compile(backend="memeff", options={"memeff.inner": "eager"})
+        assert calls_of_many_kinds(model) == 8
+    report = memeff_compile.last_report()
+    assert report.over_limit == 1
+    for text in (str(report), report.details()):
+        assert "run without compilation" in " ".join(text.split())
+    assert type(report).from_json(report.to_json()).over_limit == 1
+    memeff_compile.reset()
+    assert memeff_compile.last_report().over_limit == 0
+
+
 def test_the_copy_of_a_compiled_module_is_not_compiled() -> None:
     model = memeff_compile.compile(ToyModel(), inner="eager")
     memeff_compile.reset()
