@@ -290,7 +290,7 @@ class LogitsUse:
     unbuilt: int = 0  # bytes of the logits that the largest of those losses read and did not build
     steps: int = 0  # calls of the graph that handed out deferred logits
     computing_steps: int = 0  # those of them whose logits were computed, or some of their rows
-    # for each reason, the user's line of the first read, and whether it was for a gradient
+    # for each reason, the user's line of a read, and whether a gradient came back through that read
     readers: dict[str, tuple[str, bool]] = field(default_factory=dict)
     is_counted: bool = True  # whether the latest step is among `computing_steps`
 
@@ -305,14 +305,29 @@ class LogitsUse:
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
-    def count_computed(self, reason: str, line: str = "", *, graded: bool = False) -> None:
+    def count_computed(self, reason: str, line: str = "") -> None:
         """Count a computation of logits, and record the op and the line of the user's code that
-        requested it."""
+        requested it.
+
+        The op is a metric, unless `record_gradient` says later that it belongs to a loss.
+        """
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
         self.is_counted = True
         if line:
-            self.readers.setdefault(reason, (line, graded))
+            self.readers.setdefault(reason, (line, False))
+
+    def record_gradient(self, reason: str, line: str) -> None:
+        """Record that a backward pass went through an op that had read the logits.
+
+        So the op is a part of a loss, and this loss needs the logits.
+        """
+        if not self.has_gradient(reason):
+            self.readers[reason] = (line, True)
+
+    def has_gradient(self, reason: str) -> bool:
+        """Return whether a backward pass went through an op that had read the logits."""
+        return reason in self.readers and self.readers[reason][1]
 
     @property
     def calls(self) -> int:
@@ -343,25 +358,26 @@ class LogitsUse:
         """Return a sentence about the op that read the logits, or "" if no op read the logits.
 
         The sentence names the op, its source line, the number of steps with such reads, and an
-        alternative.
+        alternative. An op of a loss takes precedence over other ops.
         """
-        for reason, (line, _) in self.readers.items():
+        losses_first = sorted(self.readers, key=lambda reason: not self.has_gradient(reason))
+        for reason in losses_first:
             who, instead = "your code", "do it only in the steps that need it"
             if self.unfused_by:
                 who = "your loss"
                 said = "cross_entropy and log_softmax + gather would not"
                 instead = _WITHOUT_LOGITS.get(self.unfused_by, said)
             times = f"in {self.computing_steps} of {self.steps} steps"
+            line, _ = self.readers[reason]
             return f"{who} computed the logits by {_op(reason)} at {line} {times}; {instead}"
         return ""
 
     @property
     def unfused_by(self) -> str:
-        """Return the name of the op with which a loss read the logits, or "" if the loss used the
-        fused op.
-        """
-        graded = [_op(reason) for reason, (_, graded) in self.readers.items() if graded]
-        return graded[0] if graded and not self.fused else ""
+        """Return the name of the op with which a loss read the logits, or "" if no loss read
+        them."""
+        losses = [_op(reason) for reason in self.readers if self.has_gradient(reason)]
+        return losses[0].partition(":")[0] if losses else ""
 
     @property
     def bytes_saved(self) -> int:

@@ -247,8 +247,10 @@ def test_lines_fit_the_terminal(columns: str, most: int, monkeypatch: pytest.Mon
 def test_a_loss_that_computed_the_logits_is_what_to_do_next() -> None:
     use = LogitsUse(steps=4)
     use.count_step()
-    use.count_computed("_softmax", "train.py:12", graded=True)
-    use.count_computed("_softmax", "train.py:12", graded=True)
+    use.count_computed("argmax", "train.py:10")
+    for _ in range(2):
+        use.count_computed("_softmax", "train.py:12")
+        use.record_gradient("_softmax", "train.py:12")
     report = Report((replace(graph(DEFERRED), logits=use),))
     assert_expected_inline(
         str(report),
@@ -263,12 +265,22 @@ next: your loss computed the logits by softmax at train.py:12 in 1 of 5 steps; l
 
 def test_a_metric_beside_a_fused_loss_is_no_loss() -> None:
     use = LogitsUse(fused={"cross_entropy": 1}, steps=1, is_counted=False)
-    use.count_computed("_local_scalar_dense", "train.py:30", graded=True)
+    use.count_computed("_local_scalar_dense", "train.py:30")
     report = Report((replace(graph(DEFERRED), logits=use),))
     assert report.summary.startswith("memeff_compile: the loss is fused, 1 graph")
     said = "your code computed the logits by item() at train.py:30 in 1 of 1 steps; do it only in"
     assert said in " ".join(str(report).split())
     assert "your code" not in str(Report((replace(graph(DEFERRED, training=False), logits=use),)))
+
+
+def test_a_loss_that_is_fused_in_part_is_no_fused_loss() -> None:
+    use = LogitsUse(fused={"log_softmax + nll_loss": 1}, steps=1, is_counted=False)
+    use.count_computed("mean: sum over another dimension", "train.py:9")
+    use.record_gradient("mean: sum over another dimension", "train.py:12")
+    report = Report((replace(graph(DEFERRED), logits=use),))
+    assert report.summary.startswith("memeff_compile: a loss is not fused (mean), 1 graph")
+    said = "your loss computed the logits by mean: sum over another dimension at train.py:12 in 1"
+    assert said in " ".join(str(report).split())
 
 
 def test_the_first_words_are_about_the_loss_where_a_graph_trains() -> None:

@@ -10,7 +10,7 @@ addresses of its tensors (a stamp) when it is created, and compares them before 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -48,6 +48,11 @@ def reading_for(reason: str) -> Iterator[None]:
         _reading.pop()
 
 
+def reader() -> str:
+    """Return the name under which the report lists logits that are read now."""
+    return _reading[0] if _reading else "their values"
+
+
 class LogitsSource:
     """Detached aliases of the hidden states and of the output projection's tensors from which
     logits are computed.
@@ -83,6 +88,7 @@ class LogitsSource:
         self.remedy = remedy
         self.is_inference = hidden.is_inference()
         self.materialisations = 0  # products computed so far
+        self.read_by = ""  # the reader of the latest read, also of values that existed already
         self.stepped_by: str | None = None
         self.is_differentiated = False  # a gradient has come back through these logits
         operands = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
@@ -120,12 +126,19 @@ class LogitsSource:
         self._refuse(change)
         self.materialisations += 1
         if self.use is not None:
-            reason = _reading[0] if _reading else "their values"
-            graded = torch.is_grad_enabled() and bool(self.parameters)
-            self.use.count_computed(reason, compat.users_line(), graded=graded)
+            self.use.count_computed(reader(), compat.users_line())
         with torch.inference_mode(self.is_inference), torch.no_grad():
             gather = None if self.ranks is None else self.ranks.gather
             return recipe.logits(rows, self.weight, self.bias, self.vectors, gather)
+
+    @compat.untraced
+    def record_gradients_of(self, results: Iterable[Any]) -> None:
+        """Let the report list the latest reader as a loss, once a backward pass goes through its
+        results."""
+        use, reason = self.use, self.read_by
+        if use is not None and reason and not use.has_gradient(reason):
+            line = compat.users_line()
+            compat.after_gradients(results, lambda: use.record_gradient(reason, line))
 
     def require_unchanged(self) -> None:
         """Raise a StaleLogitsError if one of the tensors has changed since the logits were

@@ -49,7 +49,7 @@ from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.outside_loss import SERVED, Declined
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.row_gradient import RowGradient, dense, indexed_dims
-from memeff_compile.logits.source import reading_for
+from memeff_compile.logits.source import LogitsSource, reader, reading_for
 from memeff_compile.logits.together import all_ranks_ask
 
 aten = torch.ops.aten
@@ -120,7 +120,11 @@ class DeferredLogits(LazyTensor):
         Autograd records operations on this view, and a write to the view changes the deferred
         tensor."""
         self._memory()
-        return self.to_read()
+        source, plain = self.memory.source, self.to_read()
+        source.read_by = reader()
+        if plain.requires_grad:
+            source.record_gradients_of([plain])
+        return plain
 
     def as_subclass(self, cls: Any) -> Any:
         return self.as_plain().as_subclass(cls)
@@ -273,6 +277,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     outs: dict[int, Tensor] = {}  # copies, since `out=` may be given another size
 
     def plain(view: DeferredLogits) -> Tensor:
+        view.memory.source.read_by = reader()
         if id(view) in written:
             memory = outs.get(id(view))
             if memory is None:
@@ -552,11 +557,39 @@ def _function(
                 reason = reading_for(f"{func.__name__}: {served}") if str(served) else reason
             elif served is not NotImplemented:
                 return served
+        trained = _trained(args, kwargs)
         with reason:
             result = func(*args, **kwargs)
         if type(result) is DeferredLogits and args and isinstance(args[0], DeferredLogits):
             _keep_gradient_in_rows(result, args[0])
+        else:
+            _record_gradients(trained, args[0] if result is None and args else result)
     return result
+
+
+def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSource]:
+    """Return the sources of those arguments that need a gradient, and forget who read them
+    before."""
+    if not torch.is_grad_enabled():
+        return []
+    views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DeferredLogits)]
+    sources = [view.memory.source for view in views if view.requires_grad]
+    for source in sources:
+        source.read_by = ""
+    return sources
+
+
+def _record_gradients(sources: Sequence[LogitsSource], result: Any) -> None:
+    """Let the report list a function as a loss once a backward pass goes through its result.
+
+    A function that reads logits for a metric needs no gradient: only the backward pass shows
+    whether its result is a part of a loss.
+    """
+    leaves = pytree.tree_leaves(result) if sources else []
+    results = [leaf for leaf in leaves if not isinstance(leaf, DeferredLogits)]
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in results):
+        for source in sources:
+            source.record_gradients_of(results)
 
 
 _FAMILIAR = (LazyTensor, torch.nn.Parameter)

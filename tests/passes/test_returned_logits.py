@@ -293,3 +293,82 @@ def test_a_loss_by_log_softmax_and_gather_computes_none_as_the_report_says() -> 
     report = memeff_compile.last_report()
     assert report.summary.startswith("memeff_compile: the loss is fused")
     assert "computed the logits" not in str(report)
+
+
+class Trained(nn.Module):
+    """A model that returns its loss and its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(h)
+        return F.cross_entropy(logits.view(-1, V), targets), logits
+
+
+METRICS: dict[str, Callable[[Tensor], object]] = {
+    "argmax": lambda z: (z.argmax(-1) == 0).sum(),
+    "topk": lambda z: z.topk(3, -1).indices,
+    "_softmax": lambda z: z.softmax(-1).amax(-1).mean(),
+    "sub": lambda z: (z - 1).abs().mean(),
+    "gt": lambda z: z[0] > 0,
+}
+
+
+@pytest.mark.parametrize("op", METRICS)
+@pytest.mark.parametrize("is_first", [True, False], ids=["before backward", "after backward"])
+def test_a_metric_with_gradients_on_is_no_loss(op: str, is_first: bool) -> None:
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    compiled = torch.compile(Trained(), backend="memeff", options={"memeff.inner": "eager"})
+    loss, logits = compiled(inputs()[0], torch.zeros(16, dtype=torch.int64))
+    if is_first:
+        METRICS[op](logits)
+    loss.backward()
+    if not is_first:
+        METRICS[op](logits)
+    report = memeff_compile.last_report()
+    assert report.summary.startswith("memeff_compile: the loss is fused, 1 graph"), report
+    assert f"your code computed the logits by {op.strip('_')} at" in " ".join(str(report).split())
+
+
+def set_rows(z: Tensor) -> Tensor:
+    rows = torch.zeros(z.shape)
+    rows[:] = z
+    return rows.square().mean()
+
+
+UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sub": lambda z: -torch.distributions.Categorical(logits=z).log_prob(torch.tensor(1)).mean(),
+    "gather": lambda z: z.view(-1, V).log_softmax(-1).gather(1, torch.zeros(16, 2).long()).mean(),
+    "copy": set_rows,
+    "softmax": lambda z: z.softmax(-1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("op", UNFUSED)
+@pytest.mark.parametrize("metric", [None, "argmax", "sub"])
+def test_a_loss_that_needs_the_logits_is_named_after_a_metric(op: str, metric: str | None) -> None:
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    compiled = torch.compile(Model(), backend="memeff", options={"memeff.inner": "eager"})
+    logits = compiled(inputs()[0])
+    if metric is not None:
+        METRICS[metric](logits)
+    UNFUSED[op](logits).backward()
+    report = memeff_compile.last_report()
+    assert f"loss is not fused ({op}), 1 graph" in report.summary, report
+    assert f"your loss computed the logits by {op}" in " ".join(str(report).split())
+
+
+def test_a_loss_with_gradients_off_is_no_loss_that_needs_the_logits() -> None:
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    compiled = torch.compile(Model(), backend="memeff", options={"memeff.inner": "eager"})
+    scale = torch.ones((), requires_grad=True)
+    logits = compiled(inputs()[0])
+    F.cross_entropy(logits.view(-1, V), torch.zeros(16, dtype=torch.int64)).backward()
+    (scale * (logits.detach() - 1)).mean().backward()  # of a teacher
+    report = memeff_compile.last_report()
+    assert report.summary.startswith("memeff_compile: the loss is fused, 1 graph"), report
