@@ -101,7 +101,8 @@ def ternarize_(
             the half of the elements with the largest magnitudes). This mapping overrides the
             recipe. Modules whose names the recipe does not know must be in this mapping. If several
             patterns match a path, the first pattern counts.
-        skip: Patterns for paths of modules that stay dense.
+        skip: Patterns for paths of modules that stay dense. The report names a pattern that matches
+            no module.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config. You must train the model afterwards. None leaves activation
             functions unchanged, and the report names the activation functions for which the paper's
@@ -142,6 +143,8 @@ def ternarize_(
         sentence += f"; into down goes {names}, where {recipe!r} is made for the squared ReLU"
     if heads:
         sentence += f"; {heads}"
+    for each in plan.unmatched:
+        sentence += f"; skip names {each!r}, but no module has this path (model.named_modules())"
     unlike = dict.fromkeys(others, "the recipe's is the squared ReLU: pass activation='relu2'")
     left = {**plan.left, **unlike, **unsaved}
     keep(model, "ternarize_", Changes("ternarize_", sentence, {**places, **squared}, left))
@@ -156,6 +159,7 @@ class Plan:
     chosen: dict[str, tuple[nn.Linear, str]]  # linears by path, and how each quantises tokens
     left: dict[str, str]  # linears that stay dense, and why
     mlps: list[GatedMLP]
+    unmatched: list[str]  # patterns to skip that match no module
 
 
 def plan_of(
@@ -171,6 +175,7 @@ def plan_of(
     require_activation(activation)
     require_module(model, "ternarize_")
     dense, modules = _kept_dense(model), dict(model.named_modules())
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
     chosen: dict[str, tuple[nn.Linear, str]] = {}
     for path, module in modules.items():
         if _is_linear(module) and module not in dense and not _fits(path, skip):
@@ -193,7 +198,8 @@ def plan_of(
         require_gated(mlps)
     why = "skip names it", "an output head, or tied to an embedding"
     left = {p: why[m in dense] for p, m in modules.items() if _is_linear(m) and p not in chosen}
-    return Plan(chosen, left, mlps)
+    unmatched = [each for each in skip if not any(_fits(path, (each,)) for path in modules)]
+    return Plan(chosen, left, mlps, unmatched)
 
 
 def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[GatedMLP]:

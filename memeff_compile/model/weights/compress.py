@@ -99,6 +99,7 @@ class CompressionReport(VerbReport):
     """
 
     weights: tuple[CompressedWeight, ...]
+    notes: tuple[str, ...] = ()  # about names in `skip` that have an effect you may not expect
 
     @property
     def compressed(self) -> tuple[CompressedWeight, ...]:
@@ -132,10 +133,12 @@ class CompressionReport(VerbReport):
 
     def to_json(self, indent: int | None = None) -> str:
         """Return all details as JSON."""
-        return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
+        weights = [asdict(each) for each in self.weights]
+        return json.dumps({"weights": weights, "notes": self.notes}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals, then the size of each weight, or the reason why it is unchanged.
+        """Return the totals and notes, then the size of each weight, or the reason why it is
+        unchanged.
 
         Weights of several layers with the same text share one line; `details` has one line per
         weight.
@@ -143,7 +146,7 @@ class CompressionReport(VerbReport):
         return self._text(folds=True)
 
     def details(self) -> str:
-        """Return the totals, then one line per weight: its size, or the reason why it is
+        """Return the totals and notes, then one line per weight: its size, or the reason why it is
         unchanged."""
         return self._text(folds=False)
 
@@ -155,7 +158,8 @@ class CompressionReport(VerbReport):
             f"compress_: {len(self.compressed)} weights compressed"
             + (sizes if self.compressed else "")
             + (f"; {already} were compressed already" if already else "")
-            + f"; {len(self.left_dense)} left dense"
+            + f"; {len(self.left_dense)} left dense",
+            *(f"  note: {each}" for each in self.notes),
         ]
         groups: dict[Hashable, list[CompressedWeight]] = {}
         for each in (*self.compressed, *self.compressed_before, *self.left_dense):
@@ -234,8 +238,9 @@ def compress_(
             are lossy and only for inference: the weights then no longer require gradients.
         block: for lossy compression, the number of weights that share a normaliser: 32, 64, 128,
             256 or 512. Weights are divided by their normaliser before they are rounded.
-        skip: names of modules that stay dense, with everything inside them. A name matches the last
-            components of a path, and `*` and `?` match as in file names.
+        skip: names of modules that stay dense, with everything inside them. A name matches
+            neighbouring components of a path, and `*` and `?` match as in file names. Your
+            names replace the default, which keeps the output projection dense.
         min_size: a weight with fewer elements stays dense.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output
@@ -286,7 +291,30 @@ def compress_(
     # Not those that FSDP2 shards: its objects refer to the lists at their present addresses.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
     _tell_transformers(model)
-    return keep(model, "compress_", CompressionReport(tuple(found)))
+    notes = notes_of_skip(model, skip, names)
+    return keep(model, "compress_", CompressionReport(tuple(found), notes))
+
+
+def notes_of_skip(
+    model: nn.Module, skip: Sequence[str], compressed: Collection[str]
+) -> tuple[str, ...]:
+    """Return notes for the report about names to skip that match no module, and about output
+    projections that are compressed because these names replace the default."""
+    paths = [path for path, _ in model.named_modules()]
+    own = [each for each in skip if each not in SKIPPED]
+    notes = [
+        f"skip names {each!r}, but no module has this name. Compare it with the names in "
+        "model.named_modules()."
+        for each in own
+        if not any(_skipped(path, (each,)) for path in paths)
+    ]
+    heads = [n for n in compressed if _skipped(n.rpartition(".")[0], SKIPPED)] if own else []
+    notes += (
+        f"{each} is compressed, because your skip replaces the default. The fused loss needs a "
+        f"dense output projection: add {_skipped(each.rpartition('.')[0], SKIPPED)!r} to skip."
+        for each in sorted(heads)
+    )
+    return tuple(notes)
 
 
 def compressible(model: nn.Module) -> list[Tensor]:

@@ -226,6 +226,7 @@ class MemeffQuantizer(HfQuantizer):
         from memeff_compile.model.weights.compress import (
             CompressionReport,
             compressed_weights,
+            notes_of_skip,
             put_loaded,
         )
         from memeff_compile.model.weights.compressed_file import loaded_changes, warn_of_buffers
@@ -257,7 +258,8 @@ class MemeffQuantizer(HfQuantizer):
             keep(model, "load_compressed_", loaded_changes(coded, model, model.name_or_path))
             warn_of_buffers(model, said.buffers, "from_pretrained")
         else:
-            report = keep(model, "compress_", CompressionReport(tuple(self.report)))
+            notes = notes_of_skip(model, said.skip, coded)
+            report = keep(model, "compress_", CompressionReport(tuple(self.report), notes))
             if not coded:
                 log.warning("MemeffConfig: from_pretrained compressed nothing:\n%s", report)
         side_by_side(coded.values())

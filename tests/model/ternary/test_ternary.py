@@ -132,6 +132,14 @@ def test_tied_heads_and_skipped_modules_stay_dense() -> None:
     assert type(block.q_proj) is nn.Linear
 
 
+def test_the_report_names_patterns_to_skip_that_match_no_module() -> None:
+    block = memeff_compile.ternarize_(Attention(), skip=["lm_haed", "q_*"])
+    report = memeff_compile.verb_report(block)
+    assert report is not None
+    assert "skip names 'lm_haed', but no module has this path" in report.summary
+    assert "'q_*'" not in report.summary
+
+
 def test_a_module_used_twice_is_replaced_twice_by_one() -> None:
     shared = nn.Linear(4, 4)
     model = memeff_compile.ternarize_(nn.Sequential(shared, nn.ReLU(), shared))

@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +398,30 @@ def test_lossy_weights_refuse_values_that_are_not_finite() -> None:
 def test_one_name_to_skip_is_a_name() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16))
     assert not compressed(model, skip="0")[0].weight.__class__.__name__.startswith("Coded")
+
+
+def test_the_report_notes_names_to_skip_that_no_module_has() -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16))
+    report = compress_(model, min_size=0, progress=False, skip=["mlpp", "?", "lm_head"])
+    (note,) = report.notes
+    assert "skip names 'mlpp', but no module has this name" in note
+    assert f"note: {note}" in str(report)
+    assert json.loads(report.to_json())["notes"] == [note]
+
+
+@pytest.mark.parametrize(
+    ("skip", "notes"),
+    [(["up"], 1), (["up", "lm_head"], 0), ((), 0), (None, 0)],
+    ids=["the head is dropped", "the head is named", "nothing is named", "the default"],
+)
+def test_the_report_notes_a_list_that_drops_the_output_projection(
+    skip: Sequence[str] | None, notes: int
+) -> None:
+    linears = {name: nn.Linear(256, 256, dtype=torch.bfloat16) for name in ("up", "lm_head")}
+    given: dict[str, Any] = {} if skip is None else {"skip": skip}
+    report = compress_(nn.ModuleDict(linears), min_size=0, progress=False, **given)
+    assert len(report.notes) == notes
+    assert all("lm_head.weight is compressed" in note for note in report.notes)
 
 
 def test_moving_a_model_keeps_it_compressed() -> None:

@@ -295,7 +295,7 @@ def test_loading_takes_no_more_than_the_codes_and_one_shard(
 
 def test_a_report_says_what_was_compressed_and_why_not(tmp_path: Path) -> None:
     dense().save_pretrained(tmp_path)
-    given = MemeffConfig("tier", skip=["layers.1"], min_size=2**14 + 1)
+    given = MemeffConfig("tier", skip=["layers.1", "layers.7"], min_size=2**14 + 1)
     model = memeff_compile.from_pretrained(tmp_path, quantization_config=given)
     report = memeff_compile.compression_report(model)
     assert report is not None
@@ -306,6 +306,7 @@ def test_a_report_says_what_was_compressed_and_why_not(tmp_path: Path) -> None:
     assert "skip names 'layers.1'" in why["model.layers.1.mlp.up_proj.weight"]
     assert "min_size" in why["model.layers.0.self_attn.q_proj.weight"]
     assert "Embedding" in why["model.embed_tokens.weight"]
+    assert "skip names 'layers.7', but no module has this name" in report.notes[0]
 
 
 def test_weights_that_cannot_be_compressed_stay_dense_and_the_log_says_so(
