@@ -214,6 +214,8 @@ def compile(
         # torch.compile would change the class, and with it all its instances.
         said = f"compile was given the class {model.__name__}; it needs a model that is made of it."
         raise UnsupportedInputError(said)
+    if dynamic not in (None, True, False):
+        raise OptionError(f"dynamic is {dynamic!r}; True, False or None is needed.")
     checked = or_off(_parse(mode, options, settings))
     if checked.inner == "inductor" and not disable:
         start_workers()  # again: this module may have been loaded before CUDA was initialized

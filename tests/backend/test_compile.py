@@ -22,6 +22,7 @@ from memeff_compile.cli.toy import ToyModel
         ({"mode": "fastest"}, "mode is 'fastest'"),
         ({"mode": "max-autotune", "options": {"memeff.mode": "default"}}, "Give one of them"),
         ({"logits": "eager", "options": {"memeff.logits": "none"}}, "give it once"),
+        ({"dynamic": "yes"}, "dynamic is 'yes'"),
     ],
     ids=str,
 )

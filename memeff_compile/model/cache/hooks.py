@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -65,7 +66,12 @@ def _use_kv_cache(request: Request) -> Callable[[], None]:
     if not isinstance(model, torch.nn.Module):
         said = f"kv_cache is for models of transformers that generate, and this is {model!r}."
         raise OptionError(said)
-    from memeff_compile.model.cache.kv_cache import use_kv_cache_
+    from memeff_compile.model.cache.kv_cache import KVCache, use_kv_cache_
 
+    if isinstance(kv_cache, Mapping):
+        taken = set(inspect.signature(KVCache).parameters) - {"config", "attention_mask"}
+        for name in sorted(map(str, kv_cache.keys() - taken)):
+            said = f"kv_cache has no setting {name!r}; it takes {', '.join(sorted(taken))}."
+            raise OptionError(said)
     bits = 16 if kv_cache == "static" else kv_cache
     return use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))

@@ -239,8 +239,8 @@ def compress_(
         block: for lossy compression, the number of weights that share a normaliser: 32, 64, 128,
             256 or 512. Weights are divided by their normaliser before they are rounded.
         skip: names of modules that stay dense, with everything inside them. A name matches
-            neighbouring components of a path, and `*` and `?` match as in file names. Your
-            names replace the default, which keeps the output projection dense.
+            neighbouring components of a path, and `*` and `?` match as in file names. Your names
+            replace the default, which keeps the output projection dense.
         min_size: a weight with fewer elements stays dense.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output

@@ -240,6 +240,8 @@ def test_what_the_door_cannot_do_is_said() -> None:
         memeff_compile.compile(make(num_hidden_layers=1), kv_cache=5)
     with pytest.raises(UnsupportedInputError, match="no generate"):
         memeff_compile.compile(torch.nn.Linear(2, 2), kv_cache=4)
+    with pytest.raises(OptionError, match=r"no setting 'bit'; it takes bits, group"):
+        memeff_compile.compile(make(num_hidden_layers=1), kv_cache={"bit": 4})
     with pytest.raises(OptionError, match=r"memeff_compile.compile\(model, kv_cache=...\)"):
         memeff_compile.Options.parse(None, {"memeff.kv_cache": 4})
 
