@@ -25,6 +25,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -745,6 +746,11 @@ def _sum(
 ) -> Any:
     if not _is_deferred(input):
         return NotImplemented
+    is_floating = dtype is None or dtype.is_floating_point
+    if dim is None and not keepdim and out is None and input.order is None and is_floating:
+        result = dtype or _result_dtype("sum", input, lambda x: x.sum())
+        rows = _sum(input, -1, dtype=torch.promote_types(result, torch.float32))
+        return rows if rows is NotImplemented else rows.sum().to(result)
     if input.log_probs is not None and out is None:
         return _entropy(input, input.log_probs, dim, keepdim, dtype)
     folded = fold_recipe(input.recipe)
@@ -767,7 +773,8 @@ def _mean(
     total = _sum(input, dim, keepdim, dtype=wide, out=out)
     if total is NotImplemented:
         return total
-    return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
+    count = prod(input.dims) if dim is None else input.dims[-1]
+    return torch.ops.aten.div.Scalar(total, count).to(dtype or input.dtype)
 
 
 def _divergence(input: Any, target: Any, *rest: Any, **how: Any) -> Any:

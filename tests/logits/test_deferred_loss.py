@@ -217,6 +217,11 @@ LOG_PROBS: dict[str, Form] = {
     "take_along_dim, modulo": lambda z: torch.take_along_dim(
         torch.log_softmax(z, 2), PADDED[..., None] * 7, 2
     ).mean(),
+    "sum of all": lambda z: -z.log_softmax(-1).sum() / ROWS,
+    "smoothing with the mean of all": lambda z: (
+        lambda lp: 0.9 * F.nll_loss(lp, PADDED.view(-1)) - 0.1 * lp.mean()
+    )(flat(z).log_softmax(-1)),
+    "mean of all in fp32": lambda z: -(z / 0.7).log_softmax(-1).mean(dtype=torch.float32),
     "names of NumPy": lambda z: (
         torch.logsumexp(x=z, axis=-1) - torch.gather(z, axis=-1, index=IDS[..., None])[..., 0]
     ).mean(),
@@ -255,6 +260,7 @@ LOG_PROBS: dict[str, Form] = {
 }
 ENTROPIES: dict[str, Form] = {
     "entropy": lambda z: (lambda lp: -(lp.exp() * lp).sum(-1).mean())(z.log_softmax(-1)),
+    "entropy of all rows": lambda z: -(lambda lp: (lp.exp() * lp).sum() / ROWS)(z.log_softmax(-1)),
     "entropies by chunks": lambda z: (entropy_by_chunks(z / 0.7) * ADVANTAGES).sum(),
     "selected beside entropies": lambda z: (
         (selected_by_logsumexp(z) + 0.1 * entropy_by_chunks(z)) * ADVANTAGES
@@ -938,7 +944,10 @@ DECLINED: dict[str, tuple[Form, str]] = {
         lambda z: F.nll_loss(flat(z.log_softmax(-1)).masked_fill(SOFT > 0.01, -2.0), IDS.view(-1)),
         "masked_fill",
     ),
-    "sum of all": (lambda z: z.log_softmax(-1).sum(), "sum: sum over another dimension"),
+    "sum over rows": (
+        lambda z: z.log_softmax(-1).sum(1).square().sum(),
+        "sum: sum over another dimension",
+    ),
 }
 
 
