@@ -77,6 +77,9 @@ class CalibrationError(MemeffError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of an error's message, with the second line if the first one announces
+    it by a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):
+        return " ".join(lines[:2])
     return lines[0] if lines else "no message"

@@ -8,7 +8,9 @@ numbers. So Python code that reads sizes behaves as in a real call.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -194,7 +196,8 @@ def capture(
     keep.stands_for = memeff  # type: ignore[attr-defined]  # its graphs are what memeff would get
     keep_transformers_losses_in_one_graph()
     room = compat.room_for_graphs(compat.NO_LIMIT)  # other captures are unaffected
-    with mode, compat.fresh_capture():
+    # this logger repeats, with a traceback, the error that is raised below
+    with mode, compat.fresh_capture(), without_log("torch._subclasses.fake_tensor"):
         try:
             compiled: Callable[..., Any] = torch.compile(copied, backend=keep, **room)
             compiled(*given, **named)
@@ -206,6 +209,7 @@ def capture(
             said = f"{type(error).__name__}: {first_line(error)}"
             raise ExplainError(
                 f"Calling {_name(model)} on tensors without memory failed: {said}\n"
+                f"{_too_long(model, sizes)}"
                 "Pass the inputs that its forward needs, as in explain(model, input_ids=ids, "
                 "labels=ids). If they are right, the model reads values of tensors while it runs: "
                 "give those that it reads, such as image_grid_thw, on the CPU with their values. "
@@ -218,6 +222,30 @@ def capture(
             "operations, does that."
         )
     return found
+
+
+def _too_long(model: object, sizes: Sizes) -> str:
+    """Return a sentence for the error if the inputs are longer than a model's config allows."""
+    config = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or not 0 < most < sizes.length:
+        return ""
+    return (
+        f"The inputs have {sizes.length} tokens per sequence, but the model's config has "
+        f"max_position_embeddings={most}. Pass shorter inputs, or --length {most} to the "
+        "command.\n"
+    )
+
+
+@contextmanager
+def without_log(name: str) -> Iterator[None]:
+    """Disable one of PyTorch's loggers, and restore its state afterwards."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _graphs_of(gm: GraphModule, example_inputs: Sequence[Any]) -> Graphs:

@@ -12,9 +12,7 @@ computed from these captures.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from ..kernels import coded_weight as coded_folder
 from ..options import Options
 from ..report import VerbReport, format_bytes
 from . import setting as settings
-from .capture import Capture, capture
+from .capture import Capture, capture, without_log
 from .cards import Card, Target, given_memory
 from .depth import Stack, copied_with, shortened, stacks_of
 from .explain import LEFT_FREE, captures, constants_of
@@ -388,26 +386,13 @@ def _found(
             module = make()
             of = stacks_of(module) if any(s.is_short for s in stacks) else list(stacks)
             told = replace(Told.apart(sizes, constants_of(module)), near=first.at.near)
-            with _without_notes_on_checkpoints():
+            # The backend itself sets the policy whose in-place ops this logger warns about, and the
+            # captured code never runs.
+            with without_log("torch._higher_order_ops.wrap"):
                 read(key, take(options)(shortened(module, of), told), module, of)
         except ExplainError as error:
             failed[key] = str(error)
     return _Found(footprints, failed, max(vocabularies(first), default=0))
-
-
-@contextmanager
-def _without_notes_on_checkpoints() -> Iterator[None]:
-    """Suppress PyTorch's warning about in-place ops in checkpoints that have a policy.
-
-    The backend itself sets such a policy, and the captured code never runs, so the warning does not
-    concern the user.
-    """
-    noted = logging.getLogger("torch._higher_order_ops.wrap")
-    before, noted.disabled = noted.disabled, True
-    try:
-        yield
-    finally:
-        noted.disabled = before
 
 
 def _row(kind: Kind, found: _Found, sizes: Sizes, room: int) -> Row:

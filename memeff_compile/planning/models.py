@@ -79,6 +79,16 @@ def _from_config(path: Path, dtype: torch.dtype, attention: str | None) -> nn.Mo
         ) from error
     try:
         values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ExplainError(
+            f"{file} is not valid JSON: {first_line(error)}. Give the config.json of a model."
+        ) from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ExplainError(
+            f"{file} has no model_type, so the class of the model is not known. Give the "
+            'config.json of a transformers model; it has an entry such as "model_type": "llama".'
+        )
+    try:
         config = transformers.AutoConfig.for_model(**values)
     except Exception as error:
         raise ExplainError(

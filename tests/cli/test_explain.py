@@ -64,12 +64,20 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("text", "words"),
     [
         (None, "There is no config at"),
-        ("not json", "is no config that transformers"),
-        ('{"hidden_size": 3}', "is no config that transformers"),
+        ("not json", "is not valid JSON: Expecting value"),
+        ('{"hidden_size": 3}', "has no model_type"),
+        ("[]", "has no model_type"),
         ('{"model_type": "no_such_model"}', "no_such_model"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+        (
+            '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}',
+            "(100) is not a multiple of the number of attention heads (3)",
+        ),
     ],
-    ids=["no file", "no json", "no model type", "unknown model type", "wrong value"],
+    ids=[
+        *("no file", "no json", "no model type", "a list", "unknown model type", "wrong value"),
+        "values that do not fit each other",
+    ],
 )
 def test_bad_configs_are_named(
     text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

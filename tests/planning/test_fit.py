@@ -317,6 +317,21 @@ def test_the_command_refuses_in_a_sentence(
     assert not printed.out
 
 
+def test_a_length_over_the_models_positions_is_named(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    bert = {"model_type": "bert", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**bert, "num_attention_heads": 2, "intermediate_size": 64}))
+    assert command_line.main(["fit", str(path), "--gpu", "rtx4090"]) == 1
+    said = capsys.readouterr().err
+    assert "have 2048 tokens per sequence" in said
+    assert "max_position_embeddings=512" in said
+    assert "--length 512" in said
+    assert "Traceback" not in said + caplog.text
+    assert command_line.main(["fit", str(path), "--gpu", "rtx4090", "--length", "512"]) == 0
+
+
 def test_the_command_serves(config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["fit", str(config), "--gpu", "l4", "--serve", "--batch", "2"]) == 0
     assert "cache, 2 x 8192" in capsys.readouterr().out
