@@ -262,6 +262,18 @@ class KVCache(Cache):
         """Return the numbers of the layers that have a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
+    def restores_drafts(self) -> bool:
+        """Return whether no layer drops the tokens that a rejected draft needs again.
+
+        A draft is several steps of one token. A sliding window or a recurrent state may drop tokens
+        in each step.
+        """
+        return not any(
+            hasattr(layer, "activate_past_recording")
+            or (isinstance(layer, WindowLayer) and not layer.holds_all)
+            for layer in self.layers
+        )
+
     @property
     def is_empty(self) -> bool:
         """Return whether no layer of this cache contains tokens."""
@@ -533,7 +545,11 @@ class _Hook:
         lengths = [each.shape[-1] for each in like_prompt if each is not None]
         mask = mask if is_padded else None
         how = (generation_config, generation_mode, batch_size, tokens, mask)
-        model_kwargs[CACHE_NAME] = cache = self._cache(*how)
+        cache = self._cache(*how)
+        if generation_config.is_assistant and not cache.restores_drafts():
+            # transformers' cache keeps what has left a window until the draft is checked.
+            return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
+        model_kwargs[CACHE_NAME] = cache
         let_run_ahead(cache)
         if lengths[:1] == [1]:
             cache.begin_with_a_step()

@@ -415,7 +415,8 @@ class WindowLayer(AsTheyCome):
         return (
             f"crop was asked to remove {remove} tokens; a window of {self.window} can remove "
             f"{max(0, self.here - self.window + 1)}, because it has dropped the tokens before "
-            "them. Call reset() on the cache and give it the tokens that stay."
+            "them. Call reset() on the cache and give it the tokens that stay. In assisted "
+            "decoding, draft fewer tokens (num_assistant_tokens)."
         )
 
     def remove_last(self, remove: int) -> None:
@@ -640,7 +641,10 @@ class Starts:
 
 def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
     """Yield a cache layer of the right class for each layer of the model."""
-    types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    decoder = config.get_text_config(decoder=True)
+    types, settings = get_layer_types_and_kwargs(decoder)
+    # With assistant_early_exit, transformers lowers the number of layers, and not their types.
+    types = types[: decoder.num_hidden_layers]
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
         settings = [settings] * len(types)
     for kind, given in zip(types, settings, strict=True):
