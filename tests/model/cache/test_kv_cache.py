@@ -653,6 +653,18 @@ def test_few_bits_of_a_model_of_windows_warn_once(warns_again: None) -> None:
     assert len(seen) == 1
 
 
+def test_layers_with_attention_and_a_state_are_not_said_to_have_a_window(warns_again: None) -> None:
+    state = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
+    config = transformers.FalconH1Config(num_hidden_layers=2, **state)
+    said = (
+        "all of its 2 layers that keep keys and values are of a kind that KVCache does not encode"
+    )
+    with pytest.warns(UserWarning, match=said) as seen:
+        cache = KVCache(config, LENGTH, 4)
+    assert "window" not in str(seen[0].message)
+    assert f"max_cache_len={LENGTH}," in repr(cache)
+
+
 def test_compile_with_few_bits_of_a_model_of_windows_warns_once(warns_again: None) -> None:
     with pytest.warns(UserWarning, match=WINDOWS) as seen:
         memeff_compile.compile(make_windows(), kv_cache=4, options={"memeff.inner": "eager"})
