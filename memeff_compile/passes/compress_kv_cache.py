@@ -60,7 +60,7 @@ class CompressKVCache(cached.CachedPass):
         dense view that no attention reads."""
         for keeper in _keepers(info):
             if not keeper.has_codes:
-                hint = "do not ask for few bits here: windows bound the tokens that a layer keeps"
+                hint = "do not ask for few bits here: this model has no layer that can store codes"
                 yield Decline("exact_layers", keeper.kept_exact, hint, _first_call(info))
         views = [node for node in info.visit(info.gm.graph.nodes) if _is_view(node)]
         if not views:

@@ -126,11 +126,12 @@ class KVCache(Cache):
             _pair(layers, self.merge, config, max_cache_len, settings, self._starts)
         super().__init__(layers=layers)
         self.has_codes = any(isinstance(layer, CodedLayer) for layer in layers)
+        self._max_cache_len = max_cache_len
         self.kept_exact = "" if bits == 16 else _kept_exact(layers, bits)
         if self.kept_exact:
             announce_exact(self)
             if not self.has_codes:
-                _warn_once(f"KVCache: {self.kept_exact}. Leave the request out: {_BOUNDED}.")
+                _warn_once(f"KVCache: {self.kept_exact}. Leave the request out{_bounded(layers)}.")
 
     def update(
         self,
@@ -262,6 +263,18 @@ class KVCache(Cache):
         """Return the numbers of the layers that have a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
+    def restores_drafts(self) -> bool:
+        """Return whether no layer drops the tokens that a rejected draft needs again.
+
+        A draft is several steps of one token. A sliding window or a recurrent state may drop tokens
+        in each step.
+        """
+        return not any(
+            hasattr(layer, "activate_past_recording")
+            or (isinstance(layer, WindowLayer) and not layer.holds_all)
+            for layer in self.layers
+        )
+
     @property
     def is_empty(self) -> bool:
         """Return whether no layer of this cache contains tokens."""
@@ -276,7 +289,7 @@ class KVCache(Cache):
 
     def __repr__(self) -> str:
         coded = sum(isinstance(layer, CodedLayer) for layer in self.layers)
-        length = self.get_max_length()
+        length = self._max_cache_len
         merged = sum(isinstance(layer, MergedLayer) for layer in self.layers)
         share = f", {merged} of them share directions" if merged else ""
         of_values = "" if self.value_bits == self.bits else f", value_bits={self.value_bits}"
@@ -286,7 +299,11 @@ class KVCache(Cache):
         )
 
 
-_BOUNDED = "a window bounds what such a layer keeps"
+def _bounded(layers: list[Untyped]) -> str:
+    """Return the reason why low bits would save little, if all layers have windows, or ""."""
+    ours = (layer for layer in layers if isinstance(layer, CacheLayerMixin))
+    is_bounded = all(isinstance(layer, WindowLayer) for layer in ours)
+    return ": a window bounds what such a layer keeps" if is_bounded else ""
 
 
 @functools.cache
@@ -304,14 +321,24 @@ def _kept_exact(layers: list[Untyped], bits: int) -> str:
     exact = [n for n in ours if n not in coded]
     if not exact:
         return ""
-    windows = sorted({n.window for n in layers if isinstance(n, WindowLayer)})
-    see = f"a window of {' or '.join(map(str, windows))} tokens" if windows else "some tokens only"
+    windows = [n for n in exact if isinstance(layers[n], WindowLayer)]
+    others = [n for n in exact if n not in windows]  # layers of transformers
+    sizes = " or ".join(map(str, sorted({layers[n].window for n in windows})))
+    reasons = [f"see a window of {sizes} tokens"] * bool(windows)
+    names = ", ".join(sorted({type(layers[n]).__name__ for n in others}))
+    unknown = f"of a kind that KVCache does not encode ({names})"
+    reasons += [f"are {unknown}"] * bool(others)
     if not coded:
         return (
             f"{bits} bits have no effect on this model: all of its {len(exact)} layers that keep "
-            f"keys and values see {see} and stay exact"
+            f"keys and values {' or '.join(reasons)} and stay exact"
         )
-    return f"in {bits} bits: {_listed(coded)}; exact, with {see}: {_listed(exact)}"
+    parts = [f"in {bits} bits: {_listed(coded)}"]
+    if windows:
+        parts.append(f"exact, with a window of {sizes} tokens: {_listed(windows)}")
+    if others:
+        parts.append(f"exact, {unknown}: {_listed(others)}")
+    return "; ".join(parts)
 
 
 def _listed(numbers: list[int]) -> str:
@@ -533,7 +560,11 @@ class _Hook:
         lengths = [each.shape[-1] for each in like_prompt if each is not None]
         mask = mask if is_padded else None
         how = (generation_config, generation_mode, batch_size, tokens, mask)
-        model_kwargs[CACHE_NAME] = cache = self._cache(*how)
+        cache = self._cache(*how)
+        if generation_config.is_assistant and not cache.restores_drafts():
+            # transformers' cache keeps what has left a window until the draft is checked.
+            return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
+        model_kwargs[CACHE_NAME] = cache
         let_run_ahead(cache)
         if lengths[:1] == [1]:
             cache.begin_with_a_step()

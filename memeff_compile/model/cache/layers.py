@@ -415,7 +415,8 @@ class WindowLayer(AsTheyCome):
         return (
             f"crop was asked to remove {remove} tokens; a window of {self.window} can remove "
             f"{max(0, self.here - self.window + 1)}, because it has dropped the tokens before "
-            "them. Call reset() on the cache and give it the tokens that stay."
+            "them. Call reset() on the cache and give it the tokens that stay. In assisted "
+            "decoding, draft fewer tokens (num_assistant_tokens)."
         )
 
     def remove_last(self, remove: int) -> None:

@@ -604,6 +604,24 @@ def test_layers_that_see_a_window_stay_exact() -> None:
     assert float((found - expected).norm() / expected.norm()) < 2e-3
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_first_layers_draft_for_a_model_with_windows(bits: int) -> None:
+    """transformers lowers the number of layers while it drafts, and rejects most of the tokens."""
+    settings: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 8}
+    settings |= {"use_sliding_window": True}
+    settings |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    model, plain = make("Qwen2", **settings), make("Qwen2", **settings)
+    ids, how = prompt(1, 12), {"max_new_tokens": 60, "do_sample": False}
+    expected = plain.generate(ids, **how)
+    for each in (model, plain):
+        each.generation_config.num_assistant_tokens = 5
+        each.generation_config.assistant_confidence_threshold = 0
+    use_kv_cache_(model, bits)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **how), expected)
+    assert model.config.num_hidden_layers == 4
+    assert torch.equal(model.generate(ids, **how), expected)
+
+
 WINDOWS = (
     "4 bits have no effect on this model: all of its 2 layers that keep keys and values see a "
 )
@@ -633,6 +651,18 @@ def test_few_bits_of_a_model_of_windows_warn_once(warns_again: None) -> None:
     with pytest.warns(UserWarning, match=f"{WINDOWS}window of 8 tokens and stay exact") as seen:
         assert WINDOWS in generate_twice(model)
     assert len(seen) == 1
+
+
+def test_layers_with_attention_and_a_state_are_not_said_to_have_a_window(warns_again: None) -> None:
+    state = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16}
+    config = transformers.FalconH1Config(num_hidden_layers=2, **state)
+    said = (
+        "all of its 2 layers that keep keys and values are of a kind that KVCache does not encode"
+    )
+    with pytest.warns(UserWarning, match=said) as seen:
+        cache = KVCache(config, LENGTH, 4)
+    assert "window" not in str(seen[0].message)
+    assert f"max_cache_len={LENGTH}," in repr(cache)
 
 
 def test_compile_with_few_bits_of_a_model_of_windows_warns_once(warns_again: None) -> None:
