@@ -157,31 +157,3 @@ def test_a_sliding_window_gives_the_same_tokens() -> None:
     found, _ = decode(model, compiled, prompt, 8)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert set(records()) == set(FIRED)
-
-
-@pytest.mark.parametrize("bits", [16, 4])
-def test_early_exit_of_a_model_whose_layers_have_kinds(bits: int) -> None:
-    config = transformers.Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(config).eval()
-    prompt = torch.randint(2, 64, (1, 12), generator=torch.Generator().manual_seed(1))
-    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    undo = memeff_compile.use_kv_cache_(model, bits=bits)
-    plain = model.generate(prompt, **asked)
-    drafted = model.generate(prompt, assistant_early_exit=2, **asked)
-    assert torch.equal(drafted, plain)
-    assert model.config.num_hidden_layers == 4
-    undo()
