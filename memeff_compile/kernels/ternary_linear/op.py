@@ -498,6 +498,40 @@ def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
     return (None,) * len(ctx.needs_input_grad)
 
 
+def _note_shapes(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    def noted(given: Any) -> Any:
+        # PyTorch treats a list with a None in it as one argument without a gradient.
+        if isinstance(given, list | tuple) and all(isinstance(each, Tensor) for each in given):
+            return [noted(each) for each in given]
+        return (tuple(given.shape), given.dtype) if isinstance(given, Tensor) else None
+
+    ctx.of_inputs = [noted(each) for each in inputs]
+
+
+def _refused_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return gradients made by an op that raises an error when it runs.
+
+    A compiled graph contains the backward pass of each forward pass that runs with gradients on. An
+    error raised here would make such a forward pass fail.
+    """
+    grad = next(each for each in grads if each is not None)
+
+    def refused(noted: Any, is_needed: Any) -> Any:
+        if isinstance(noted, list):
+            return [refused(*each) for each in zip(noted, is_needed, strict=True)]
+        return ternary_linear_refused(grad, *noted) if noted and is_needed else None
+
+    return tuple(map(refused, ctx.of_inputs, ctx.needs_input_grad))
+
+
+def _refuse(grad: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    raise UnsupportedInputError(
+        "ternary_linear has no backward: it serves inference, and packed weights cannot be "
+        "trained. Call it under torch.no_grad(); to train, keep the full-precision weights "
+        "(memeff_compile.ternarize_)."
+    )
+
+
 _QUANTIZER = (
     'str kind="int8", float eps=1e-05, bool adds_eps=False, bool is_step=False, '
     "bool is_native=False"
@@ -507,12 +541,13 @@ ternary_linear = library.op(
     f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}, Tensor? up=None, "
     "Tensor? norm=None, float norm_eps=0.0, Tensor? added=None, bool is_early=False) -> Tensor[]",
     *library.taking(_Linear, _linear, _fake_linear),
-    backward=library.refusing(
-        UnsupportedInputError,
-        "ternary_linear has no backward: it serves inference, and packed weights cannot be "
-        "trained. Call it under torch.no_grad(); to train, keep the full-precision weights "
-        "(memeff_compile.ternarize_).",
-    ),
+    backward=_refused_gradients,
+    setup_context=_note_shapes,
+)
+ternary_linear_refused = library.op(
+    "ternary_linear_refused(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _refuse,
+    lambda grad, shape, dtype: grad.new_empty(shape, dtype=dtype),
 )
 ternary_linear_pack = library.op(
     "ternary_linear_pack(Tensor weight, Tensor scale, bool is_step=False, bool is_native=False) "

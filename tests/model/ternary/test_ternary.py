@@ -140,6 +140,25 @@ def test_the_report_names_patterns_to_skip_that_match_no_module() -> None:
     assert "'q_*'" not in report.summary
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_a_packed_model_runs_with_gradients_on_and_only_its_backward_fails(
+    is_compiled: bool,
+) -> None:
+    layers = nn.Embedding(8, 64), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64, bias=False)
+    model = memeff_compile.pack_ternary_(memeff_compile.ternarize_(nn.Sequential(*layers)))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(ids)
+    if is_compiled:
+        memeff_compile.compile(model, inner="aot_eager")
+    found = model(ids)
+    assert torch.equal(found, expected)
+    with pytest.raises(
+        memeff_compile.UnsupportedInputError, match="ternary_linear has no backward"
+    ):
+        found.sum().backward()
+
+
 def test_a_module_used_twice_is_replaced_twice_by_one() -> None:
     shared = nn.Linear(4, 4)
     model = memeff_compile.ternarize_(nn.Sequential(shared, nn.ReLU(), shared))
