@@ -354,7 +354,10 @@ def enforce_strict(options: Options, report: GraphReport) -> None:
         expected = report.training and name not in MAY_FIND_NOTHING
         if left or (expected and not fired):
             reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in left)
-            reasons = reasons or "  - this training graph has no place that looks like its pattern"
+            reasons = reasons or (
+                "  - this training graph has no place that looks like its pattern; a loss that "
+                "your code computes from out.logits, outside the graph, is not seen here"
+            )
             raise StrictError(
                 f"memeff.strict names {name}, which did not rewrite everything it found in "
                 f"{report.name}:\n{reasons}\nRemove the name from memeff.strict to compile anyway, "
