@@ -658,7 +658,7 @@ class Report(VerbReport):
         return (
             f"{functions} had as many graphs as torch._dynamo.config.recompile_limit allows, so "
             "other calls of it run without compilation and without changes of memeff: compile with "
-            "memeff_compile.compile(model), whose limit is 64, or increase the limit"
+            "memeff_compile.compile(model), which allows 64 graphs, or increase the limit"
         )
 
     def _training_uses(self) -> list[LogitsUse]:

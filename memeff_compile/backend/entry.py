@@ -234,7 +234,8 @@ def compile(
         return cast("Compilable", torch.compile(model, **given))
     if not any(hooks.compile(request, given) for hooks in asked):
         compile_layers(model, given)
-        compat.compile_in_place(model, {**given, **compat.room_for_graphs()})
+        # Models of one class go on to share graphs, as in a search over hyperparameters.
+        compat.compile_in_place(model, {**given, **compat.room_for_graphs(shared=True)})
         if dynamic is None:
             compat.wrap_compiled(model, for_any_batch)
     return cast("Compilable", model)

@@ -423,18 +423,19 @@ def functions_over_limit() -> int:
     )
 
 
-def room_for_graphs(limit: int = 64) -> dict[str, Any]:
-    """Return arguments of torch.compile that give a model its own, larger limit on the number of
-    graphs.
+def room_for_graphs(limit: int = 64, *, shared: bool = False) -> dict[str, Any]:
+    """Return arguments of torch.compile that give a model a larger limit on the number of graphs.
 
-    Without these arguments, all models of a process share one limit. Dynamo counts graphs per code
-    object, and transformers wraps the forward of every model in the same decorator. Before torch
-    2.13 these arguments do not exist, so this function increases the shared limit instead.
+    Dynamo counts graphs per code object, and transformers wraps the forward of every model in the
+    same decorator. So the graphs of all models count, and models of one class use the same graphs.
+    With `shared`, this stays so. Otherwise the model has its own graphs, and only these count.
+    Before torch 2.13 these arguments do not exist, so this function increases the limit of all
+    models instead.
     """
     from torch._dynamo import config
 
     wanted = {"recompile_limit": limit, "isolate_recompiles": True}
     if wanted.keys() <= inspect.signature(torch.compile).parameters.keys():
-        return wanted
+        return {"recompile_limit": limit} if shared else wanted
     config.recompile_limit = max(config.recompile_limit, 64)
     return {}
