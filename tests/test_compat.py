@@ -1995,6 +1995,23 @@ def test_each_of_several_inputs_is_guarded_by_its_number() -> None:
         assert len(seen) == graphs
 
 
+@probes("functions_over_limit")
+def test_functions_that_reach_the_limit_of_graphs_are_counted() -> None:
+    from torch._dynamo import config
+
+    def named(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x + 1 if name else x
+
+    before = compat.functions_over_limit()
+    with config.patch(recompile_limit=2):
+        compiled = torch.compile(named, backend="eager")
+        for name in "abc":
+            compiled(torch.ones(1), name)
+            assert compat.functions_over_limit() == before + (name == "c")
+    shared = compat.room_for_graphs(shared=True)
+    assert not shared or set(shared) == {"recompile_limit"}
+
+
 @probes("room_for_graphs")
 def test_a_model_may_have_a_limit_of_graphs_of_its_own() -> None:
     from torch._dynamo import config
