@@ -524,8 +524,8 @@ class Report(VerbReport):
 
     graphs: tuple[GraphReport, ...]
     over_limit: int = 0
-    """How many functions run without compilation since the last reset, because they had as many
-    graphs as PyTorch's limit allows."""
+    """How many functions of this process run without compilation since the last reset, because
+    they had as many graphs as PyTorch's limit allows. Functions of other backends count, too."""
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -656,8 +656,9 @@ class Report(VerbReport):
         number = self.over_limit
         functions = "a function" if number == 1 else f"{number} functions"
         return (
-            f"{functions} had as many graphs as torch._dynamo.config.recompile_limit allows, so "
-            "other calls of it run without compilation and without changes of memeff: compile with "
+            f"in this process, {functions} had as many graphs as "
+            "torch._dynamo.config.recompile_limit allows, so calls that need another graph run "
+            "without compilation and without changes of memeff: compile with "
             "memeff_compile.compile(model), which allows 64 graphs, or increase the limit"
         )
 

@@ -144,9 +144,9 @@ def _asked_of(held: object) -> Any:
 def undo_compile(module: torch.nn.Module, name: str) -> str:
     """Undo the compilation of one module with the backend `name`.
 
-    Return a description of what was undone, or "" if the module was not compiled with this backend.
-    A wrapper that `torch.compile(module)` returned remains usable, and runs the module
-    uncompiled.
+    Return a text for the user, such as "no longer compiled". Return "" if the module was not
+    compiled with this backend. A wrapper that `torch.compile(module)` returned remains usable, and
+    runs the module uncompiled.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -158,7 +158,7 @@ def undo_compile(module: torch.nn.Module, name: str) -> str:
         if not is_its(module.forward):
             return ""
         module.forward = module._orig_mod.__call__
-        return "what torch.compile returned runs the module itself"
+        return "the wrapper that torch.compile returned runs the module itself"
     found = ""
     if is_its(module._compiled_call_impl):
         module._compiled_call_impl = None
