@@ -41,7 +41,7 @@ Step: TypeAlias = Callable[..., Any]
 Key: TypeAlias = tuple[int, Hashable, Hashable]
 """The key of a recording: the stream, addresses of weights and caches, sizes and numbers."""
 
-MAX_RECORDINGS = 8  # recordings of one step that are kept, the latest used
+MAX_RECORDINGS = 8  # recordings of one step that are kept, the latest ones
 MAX_WAITING = 32  # sets of addresses that are remembered after one call
 # A step stops being recorded when so many recordings as are kept, twice, were replayed less.
 MIN_REPLAYS = 4
