@@ -16,7 +16,7 @@ TFLOP/s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,13 +186,20 @@ def flags_of(call: Call) -> dict[str, bool]:
     return {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
 
 
-def ranges_of(call: Call, own: int, others: int, *, ours_are_queries: bool = True) -> Tensor:
+def ranges_of(
+    call: Call,
+    own: int,
+    others: int,
+    *,
+    ours_are_queries: bool = True,
+    checked: Sequence[Tensor] = (),
+) -> Tensor:
     """Return the result of `ranges.find`, or a placeholder that kernels do not read if the mask
     depends only on positions.
     """
     if not call.given.has_tables():
         return call.q
-    return ranges.find(call, own, others, ours_are_queries=ours_are_queries)
+    return ranges.find(call, own, others, ours_are_queries=ours_are_queries, checked=checked)
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
@@ -214,8 +221,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             tiles_of_heads(q, [1, 1, OWN, block]),
             *(tiles_of_heads(each, [1, 1, shape.keys, block]) for each in (call.k, call.v)),
             tiles_of_heads(out, [1, OWN, 1, block]),
-            key_tiles.tables_of(given, q),
-            ranges_of(call, shape.rows, shape.keys),
+            ranges_of(call, shape.rows, shape.keys, checked=(call.v,)),
             *(lse, call.scales()[0], *key_tiles.positions_of(given)),
             *(batch * heads, heads, repeat, queries, keys, tiles, section),
         )

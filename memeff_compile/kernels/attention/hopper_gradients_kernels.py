@@ -39,16 +39,17 @@ from .hopper_kernels import (
     _barriers,
     _bounds,
     _clear_hidden,
-    _counts,
+    _codes_at,
+    _dirty_tiles,
     _is_dirty,
-    _is_within,
+    _is_visible,
     _nth,
     _place_of,
     _ranges_of,
     _rounds,
+    _sequence_of,
     _sorted_tile,
     _tile_2d,
-    _which_count,
 )
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -64,24 +65,6 @@ VARYING = [
 def _weights(raw, sums, scale):
     """Return the softmax weights from raw scores; each weight is at most 1."""
     return gl.exp2(gl.minimum(raw * scale - sums, 0.0, propagate_nan=KEEPS_NAN))
-
-
-@gluon.jit
-def _hide(weight, ours, other, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Return softmax weights, with zeros for hidden keys; `AXIS` is the axis of the queries."""
-    if MASKED == GAPS:
-        weight = gl.where(_counts(ours[0], other, told, AXIS, C), weight, 0.0)
-    elif C.HAS_BOUNDS:
-        weight = gl.where(_is_within(ours, other), weight, 0.0)
-        if MASKED == EITHER and ours[3] != 0:
-            weight = gl.where(_counts(ours[0], other, told, AXIS, C), weight, 0.0)
-    else:
-        query, key = ours[0], other
-        if AXIS == 1:
-            query, key = other, ours[0]
-        found = _which_count((query, query), (key, key), key < told[4], told[2], AXIS, C)
-        weight = gl.where(found, weight, 0.0)
-    return weight
 
 
 @gluon.jit
@@ -204,7 +187,7 @@ def _query_step(
     k_before = _tile_2d(k_memory.index(before), C.KEYS, C)
     mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
     mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
-    if MASKED != WHOLE and C.HAS_KEY_MASK and _is_dirty(tile, ours):
+    if MASKED != WHOLE and C.HAS_KEY_MASK and _is_dirty(tile, where):
         _clear_hidden(k, where, tile, C)
         _clear_hidden(v, where, tile, C)
     if C.IN_TURN:
@@ -212,19 +195,21 @@ def _query_step(
     zeros = gl.zeros([OWN, C.KEYS], gl.float32, score_mma)
     raw = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma(grad, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not IS_FIRST:
+        acc = warpgroup_mma(slope, k_before, acc, is_async=True)
+    if C.IN_TURN:
+        mbarrier.arrive(in_turn.index(1 - PART), count=1)
+    # The codes are loaded during the products.
+    key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
+    codes = _codes_at(key, ours, where, MASKED, C)
     if IS_FIRST:
-        if C.IN_TURN:
-            mbarrier.arrive(in_turn.index(1 - PART), count=1)
         raw = warpgroup_mma_wait(1, deps=[raw])
     else:
-        acc = warpgroup_mma(slope, k_before, acc, is_async=True)
-        if C.IN_TURN:
-            mbarrier.arrive(in_turn.index(1 - PART), count=1)
         raw = warpgroup_mma_wait(2, deps=[raw])
     weight = _weights(raw, total[:, None], scale)
     if MASKED != WHOLE:
-        key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-        weight = _hide(weight, ours, key, where, 0, MASKED, C)
+        is_visible = _is_visible(ours, key, codes, where, 0, MASKED, C)
+        weight = gl.where(is_visible, weight, 0.0)
     if IS_FIRST:
         product = warpgroup_mma_wait(0, deps=[product])
     else:
@@ -242,7 +227,7 @@ def _query_step(
 
 @gluon.jit
 def _query_gradient(
-    memory, bars, outs, tables, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the gradient of the queries of one group of warps.
 
@@ -254,7 +239,7 @@ def _query_gradient(
     own_full, own_empty, _, k_empty, _, _, _ = bars
     grad_q_desc, lse_ptr, stats_ptr = outs
     scale, factor = scales
-    batch_heads, heads, _, queries, keys, tiles, padded, span, _ = work
+    batch_heads, heads, repeat, queries, keys, tiles, padded, span, _ = work
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DEPTH_BLOCK, 16])
     slope_layout: gl.constexpr = gl.DotOperandLayout(0, out_mma, 2)
@@ -265,14 +250,20 @@ def _query_gradient(
         tile, row, batch, head, found = _query_tile(turn, ranges_ptr, work, C)
         edges, count = found[3], found[4]
         place = tile * C.ROWS + PART * OWN + gl.arange(0, OWN, layout=by_row)
-        ours = (place, place, place, 0, 0, 0)
+        ours = (place, place, place, place, 0)
+        told = (scale, (span, keys, ranges_ptr, 0, 0))
         if C.HAS_BOUNDS:
-            batches = batch_heads // heads
-            low, high, has_gaps, clean, dirty = _ranges_of(
-                ranges_ptr, batches, batch, tile, tiles, place, C.ROWS
+            own_ptr, flags_ptr = _sequence_of(
+                ranges_ptr, batch_heads // heads, batch, tiles, keys, C.ROWS, C.KEYS
             )
-            ours = (place, low, high, has_gaps, clean, dirty)
-        told = (scale, (tables, batch, span, queries, keys))
+            low, high, code, has_gaps, codes_ptr = _ranges_of(
+                ranges_ptr, own_ptr, batch, tile, tiles, place, C.ROWS
+            )
+            ours = (place, low, high, code, has_gaps)
+            clean, dirty = _dirty_tiles(
+                ranges_ptr, flags_ptr + row // repeat, batch, tile, tiles, C
+            )
+            told = (scale, (span, keys, codes_ptr, clean, dirty))
         wide = gl.to_tensor(row).to(gl.int64)
         total = gl.load(lse_ptr + wide * queries + place, mask=place < queries, other=float("inf"))
         total = gl.where(total == float("-inf"), float("inf"), total * LOG2_E)
@@ -302,8 +293,8 @@ def _query_gradient(
             step += 1
             ranged = edges
             if C.HAS_BOUNDS:
-                ranged = (1 - ours[3]) * edges
-                for visit in range(1, ours[3] * edges):
+                ranged = (1 - ours[4]) * edges
+                for visit in range(1, ours[4] * edges):
                     other = _nth(visit, found)
                     sums = (acc, slope, turns)
                     acc, slope, turns = _query_step(
@@ -341,15 +332,15 @@ def _query_gradient(
 
 
 @gluon.jit
-def _query_gradient_first(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
+def _query_gradient_first(memory, bars, outs, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(0), memory[1].index(0), memory[2].index(0), memory[3], memory[4])
-    _query_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 0, C)
+    _query_gradient(own, bars, outs, ranges_ptr, work, scales, 0, C)
 
 
 @gluon.jit
-def _query_gradient_second(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
+def _query_gradient_second(memory, bars, outs, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(1), memory[1].index(1), memory[2].index(1), memory[3], memory[4])
-    _query_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 1, C)
+    _query_gradient(own, bars, outs, ranges_ptr, work, scales, 1, C)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -360,7 +351,6 @@ def _attention_hopper_gradients_query_kernel(
     k_desc,  # (B, G, N, D), block 1 x 1 x KEYS x DEPTH_BLOCK
     v_desc,  # likewise
     grad_q_desc,  # as q_desc, written
-    tables,  # `key_tiles.Tables`
     ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32
     stats_ptr,  # (B, H, 2, padded) fp32, written: lse in base 2, and the sum of grad * out
@@ -409,8 +399,8 @@ def _attention_hopper_gradients_query_kernel(
     scales = (scale, factor)
     gl.warp_specialize(
         [
-            (_query_gradient_first, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
-            (_query_gradient_second, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_query_gradient_first, (memory, bars, outs, ranges_ptr, work, scales, C)),
+            (_query_gradient_second, (memory, bars, outs, ranges_ptr, work, scales, C)),
             (_load_query_gradient, (descs, memory, bars, ranges_ptr, work, C)),
         ],
         [4, 1],
@@ -540,11 +530,14 @@ def _key_step(
     raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
     total = sums_memory.index(stage).load(by_query)
+    # The codes are loaded during the products.
+    query = tile * C.ROWS + gl.arange(0, C.ROWS, layout=by_query)
+    codes = _codes_at(query, key, where, MASKED, C)
     raw = warpgroup_mma_wait(1, deps=[raw])
     weight = _weights(raw, total[None, :], scale)
     if MASKED != WHOLE:
-        query = tile * C.ROWS + gl.arange(0, C.ROWS, layout=by_query)
-        weight = _hide(weight, key, query, where, 1, MASKED, C)
+        is_visible = _is_visible(key, query, codes, where, 1, MASKED, C)
+        weight = gl.where(is_visible, weight, 0.0)
     if C.EARLY:
         # The product with the weights starts before the slopes are known.
         p = gl.convert_layout(weight.to(q.dtype), operand)
@@ -570,7 +563,7 @@ def _key_step(
 
 @gluon.jit
 def _key_gradient(
-    memory, bars, outs, tables, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
+    memory, bars, outs, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
     """Compute the gradients of the keys and values of one group of warps."""
     k_memory, v_memory, _, _, _, _ = memory
@@ -587,22 +580,26 @@ def _key_gradient(
         edges, count = found[3], found[4]
         start = tile * C.KEYS + PART * OWN
         place = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, score_mma))
-        key = (place, place, place, 0, 0, 0)
+        key = (place, place, place, place, 0)
+        told = (scale, (span, keys, ranges_ptr, 0, 0))
         if C.HAS_BOUNDS:
-            low, high, has_gaps, clean, dirty = _ranges_of(
-                ranges_ptr, batches, batch, tile, tiles, place, C.KEYS
+            own_ptr, _flags_ptr = _sequence_of(
+                ranges_ptr, batches, batch, tiles, queries, C.KEYS, C.ROWS
             )
-            key = (place, low, high, has_gaps, clean, dirty)
-        told = (scale, (tables, batch, span, queries, keys))
+            low, high, code, has_gaps, codes_ptr = _ranges_of(
+                ranges_ptr, own_ptr, batch, tile, tiles, place, C.KEYS
+            )
+            key = (place, low, high, code, has_gaps)
+            told = (scale, (span, keys, codes_ptr, 0, 0))
         acc_k = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         acc_v = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         mbarrier.wait(own_full.index(PART), turn & 1)
         ranged = edges
         if C.HAS_BOUNDS:
-            ranged = (1 - key[3]) * edges
+            ranged = (1 - key[4]) * edges
         for _shared in range(repeat):
             if C.HAS_BOUNDS:
-                for visit in range(key[3] * edges):
+                for visit in range(key[4] * edges):
                     other = _nth(visit, found)
                     sums = (acc_k, acc_v)
                     acc_k, acc_v = _key_step(
@@ -622,7 +619,11 @@ def _key_gradient(
         if C.HAS_KEY_MASK:
             # Hidden keys may be nan, and 0 times nan is nan.
             here = start + gl.arange(0, OWN, layout=gl.SliceLayout(1, out_mma))
-            low, high, _, _, _ = _ranges_of(ranges_ptr, batches, batch, tile, tiles, here, C.KEYS)
+            own_ptr, _flags_ptr = _sequence_of(
+                ranges_ptr, batches, batch, tiles, queries, C.KEYS, C.ROWS
+            )
+            low = gl.load(own_ptr + here)
+            high = gl.load(own_ptr + tiles * C.KEYS + here)
             acc_k = gl.where((low <= high)[:, None], acc_k, 0.0)
         # The keys and values are no longer needed: their memory takes the results.
         _tile_2d(v_memory, OWN, C).store(acc_v.to(k_memory.dtype))
@@ -637,15 +638,15 @@ def _key_gradient(
 
 
 @gluon.jit
-def _key_gradient_first(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
+def _key_gradient_first(memory, bars, outs, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(0), memory[1].index(0), memory[2], memory[3], memory[4], memory[5])
-    _key_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 0, C)
+    _key_gradient(own, bars, outs, ranges_ptr, work, scales, 0, C)
 
 
 @gluon.jit
-def _key_gradient_second(memory, bars, outs, tables, ranges_ptr, work, scales, C: gl.constexpr):
+def _key_gradient_second(memory, bars, outs, ranges_ptr, work, scales, C: gl.constexpr):
     own = (memory[0].index(1), memory[1].index(1), memory[2], memory[3], memory[4], memory[5])
-    _key_gradient(own, bars, outs, tables, ranges_ptr, work, scales, 1, C)
+    _key_gradient(own, bars, outs, ranges_ptr, work, scales, 1, C)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -656,7 +657,6 @@ def _attention_hopper_gradients_key_kernel(
     grad_desc,  # likewise, the gradient of out
     grad_k_desc,  # as k_desc, written
     grad_v_desc,  # likewise
-    tables,  # `key_tiles.Tables`
     ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     stats_ptr,  # (B, H, 2, padded) fp32: lse in base 2, and the sum of grad * out
     scale,  # of the products, in base 2, above 0
@@ -698,8 +698,8 @@ def _attention_hopper_gradients_key_kernel(
     scales = (scale, factor)
     gl.warp_specialize(
         [
-            (_key_gradient_first, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
-            (_key_gradient_second, (memory, bars, outs, tables, ranges_ptr, work, scales, C)),
+            (_key_gradient_first, (memory, bars, outs, ranges_ptr, work, scales, C)),
+            (_key_gradient_second, (memory, bars, outs, ranges_ptr, work, scales, C)),
             (_load_key_gradient, (descs, memory, bars, stats_ptr, ranges_ptr, work, C)),
         ],
         [4, 1],

@@ -14,9 +14,9 @@ first.
 With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `ranges.find` made.
 The table contains the tiles that each tile of queries visits, and the first and the last visible
 key of each query. If all keys between them are visible, the kernel compares positions with these
-two numbers. Otherwise the kernel reads the mask and the ids. In tiles that a mask of keys touches,
-the kernel also reads this mask to replace hidden keys and values by zeros. Hidden keys and values
-may be nan.
+two numbers. Otherwise the kernel compares codes of queries and keys, which are in the table too.
+Hidden values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles that
+the mask of keys touches.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .._triton.gluon import (
     warpgroup_mma_wait,
 )
 from .._triton.key_tiles_kernels import edge_tile, visited_by
-from .ranges_kernels import FIELDS
+from .ranges_kernels import FIELDS, HIDDEN, NOWHERE
 
 LOW: gl.constexpr = gl.constexpr(-1.0e38)  # below every score; finite, as in `tiles_kernels`
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 # Positions of a program's tile that one group of warps owns: the rows of a product.
 OWN: gl.constexpr = gl.constexpr(64)
 # How a step finds the hidden keys of a tile: there are none, it compares positions with bounds, it
-# reads the mask of keys and the ids, or it reads them only if the program's tile has gaps.
+# compares codes, or it compares codes only if the program's tile has gaps.
 WHOLE: gl.constexpr = gl.constexpr(0)
 RANGE: gl.constexpr = gl.constexpr(1)
 GAPS: gl.constexpr = gl.constexpr(2)
@@ -122,19 +122,48 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 
 
 @gluon.jit
-def _ranges_of(ranges_ptr, batches, batch, tile, tiles, place, OURS: gl.constexpr):
-    """Return the first and the last visible position for each position of a tile, and whether there
-    are gaps between these two positions.
+def _sequence_of(
+    ranges_ptr, batches, batch, tiles, others, OURS: gl.constexpr, OTHERS: gl.constexpr
+):
+    """Return a pointer to the ranges and codes of a sequence, and a pointer to the flags of the
+    first sequence.
 
-    Also return the range of visited tiles of which the mask hides no key.
+    `others` is the number of visited positions of a sequence.
+    """
+    size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
+    first_ptr = ranges_ptr + batches * tiles * FIELDS
+    return first_ptr + batch * size, first_ptr + batches * size
+
+
+@gluon.jit
+def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexpr):
+    """Return, for each position of a tile, the first and the last visible position and the code.
+
+    Also return whether there are gaps between visible positions, and a pointer to the codes of
+    visited positions.
     """
     padded = tiles * OURS
-    found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
-    range_ptr = ranges_ptr + batches * tiles * FIELDS + batch * (2 * padded)
-    low = gl.load(range_ptr + place)
-    high = gl.load(range_ptr + padded + place)
-    has_gaps = gl.load(found_ptr + 4)
-    return low, high, has_gaps, gl.load(found_ptr + 5), gl.load(found_ptr + 6)
+    low = gl.load(own_ptr + place)
+    high = gl.load(own_ptr + padded + place)
+    code = gl.load(own_ptr + 2 * padded + place)
+    has_gaps = gl.load(ranges_ptr + (batch * tiles + tile) * FIELDS + 4)
+    return low, high, code, has_gaps, own_ptr + 3 * padded
+
+
+@gluon.jit
+def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
+    """Return the end of a first range of tiles, and the start of a second range, in which hidden
+    keys must be replaced by zeros.
+
+    If no hidden key has nan or an infinity, both ranges are empty.
+    """
+    clean, dirty = 0, NOWHERE
+    if C.HAS_KEY_MASK:
+        found_ptr = ranges_ptr + (batch * tiles + tile) * FIELDS
+        is_bad = gl.load(flag_ptr) != 0
+        clean = gl.where(is_bad, gl.load(found_ptr + 5), clean)
+        dirty = gl.where(is_bad, gl.load(found_ptr + 6), dirty)
+    return clean, dirty
 
 
 @gluon.jit
@@ -147,65 +176,41 @@ def _nth(index, found):
 
 
 @gluon.jit
-def _which_count(queries, keys, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which keys of a tile each query attends to.
+def _which_count(query, key, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
+    """Return which keys of a tile each query sees under the bounds on positions.
 
     `AXIS` is the axis of the queries.
     """
-    query = gl.expand_dims(queries[0], 1 - AXIS)
-    key = gl.expand_dims(keys[0], AXIS)
+    query = gl.expand_dims(query, 1 - AXIS)
+    key = gl.expand_dims(key, AXIS)
     found = gl.expand_dims(is_key, AXIS) & (query == query)
     if C.HAS_AHEAD:
         found = found & (key <= query + span[0])
     if C.HAS_BEHIND:
         found = found & (key >= query - span[1])
-    if C.HAS_IDS:
-        found = found & (gl.expand_dims(queries[1], 1 - AXIS) == gl.expand_dims(keys[1], AXIS))
     return found
-
-
-@gluon.jit
-def _mask_of(tables, batch):
-    """Return the pointer to a sequence's mask of keys."""
-    return tables.key_mask + gl.to_tensor(batch).to(gl.int64) * tables.mask_batch
 
 
 @gluon.jit
 def _is_within(ours, other):
     """Return which positions of a visited tile are within the range of each of our positions."""
-    _, low, high, _, _, _ = ours
+    _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
     return (other >= gl.expand_dims(low, 1)) & (other <= gl.expand_dims(high, 1))
 
 
 @gluon.jit
-def _counts(ours, other, told, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which pairs of our positions and a visited tile's positions the mask and the ids
-    leave.
+def _counts(ours, other, codes, span, AXIS: gl.constexpr, C: gl.constexpr):
+    """Return which pairs of our positions and a visited tile's positions are visible.
 
-    `AXIS` is the axis of the queries.
+    `codes` are the codes of the visited tile's positions. `AXIS` is the axis of the queries.
     """
-    tables, batch, span, queries, keys = told
-    query, key = ours, other
+    place, _, _, code, _ = ours
+    is_same = gl.expand_dims(code, 1) == gl.expand_dims(codes, 0)
+    query, key = place, other
     if AXIS == 1:
-        query, key = other, ours
-    is_key = _keys_shown(_mask_of(tables, batch), key, keys, C)
-    query_id, key_id = query, key
-    if C.HAS_IDS:
-        wide = gl.to_tensor(batch).to(gl.int64)
-        query_ids_ptr = tables.query_ids + wide * tables.query_ids_batch
-        key_ids_ptr = tables.key_ids + wide * tables.key_ids_batch
-        query_id = gl.load(query_ids_ptr + query, mask=query < queries, other=0)
-        key_id = gl.load(key_ids_ptr + key, mask=key < keys, other=0)
-    return _which_count((query, query_id), (key, key_id), is_key, span, AXIS, C)
-
-
-@gluon.jit
-def _keys_shown(mask_ptr, key, keys, C: gl.constexpr):
-    is_key = key < keys
-    if C.HAS_KEY_MASK:
-        is_key = is_key & (gl.load(mask_ptr + key, mask=is_key, other=0) != 0)
-    return is_key
+        query, key = other, place
+    return is_same & _which_count(query, key, key == key, span, AXIS, C)
 
 
 @gluon.jit
@@ -216,9 +221,9 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _is_dirty(tile, query):
-    """Return whether the mask of keys may hide keys of a visited tile."""
-    _, _, _, _, clean, dirty = query
+def _is_dirty(tile, told):
+    """Return whether hidden keys of a visited tile must be replaced by zeros."""
+    _, _, _, clean, dirty = told
     return (tile < clean) | (tile >= dirty)
 
 
@@ -229,9 +234,9 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
     Every group of warps writes the same numbers, so groups need not wait for each other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    tables, batch, _, _, keys = told
+    _, _, codes_ptr, _, _ = told
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(1, layout))
-    shown = _keys_shown(_mask_of(tables, batch), key, keys, C)
+    shown = gl.load(codes_ptr + key) != HIDDEN
     here = memory.load(layout)
     memory.store(gl.where(shown[:, None], here, gl.zeros_like(here)))
     fence_async_shared()
@@ -314,20 +319,38 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 
 @gluon.jit
-def _hide(raw, query, tile, told, MMA: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Return raw scores, with minus infinity for hidden keys."""
-    key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, MMA))
+def _codes_at(key, ours, told, MASKED: gl.constexpr, C: gl.constexpr):
+    """Return the codes of visited positions, or the positions if the step compares no codes."""
+    codes = key
     if MASKED == GAPS:
-        raw = gl.where(_counts(query[0], key, told, 0, C), raw, float("-inf"))
+        codes = gl.load(told[2] + key)
+    elif MASKED == EITHER and C.HAS_BOUNDS:
+        if ours[4] != 0:
+            codes = gl.load(told[2] + key)
+    return codes
+
+
+@gluon.jit
+def _is_visible(
+    ours, other, codes, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
+):
+    """Return which pairs of our positions and a visited tile's positions are visible.
+
+    `AXIS` is the axis of the queries.
+    """
+    span, keys, _, _, _ = told
+    if MASKED == GAPS:
+        found = _counts(ours, other, codes, span, AXIS, C)
     elif C.HAS_BOUNDS:
-        raw = gl.where(_is_within(query, key), raw, float("-inf"))
-        if MASKED == EITHER and query[3] != 0:
-            raw = gl.where(_counts(query[0], key, told, 0, C), raw, float("-inf"))
+        found = _is_within(ours, other)
+        if MASKED == EITHER and ours[4] != 0:
+            found = _counts(ours, other, codes, span, AXIS, C)
     else:
-        is_key, span = key < told[4], told[2]
-        found = _which_count((query[0], key), (key, key), is_key, span, 0, C)
-        raw = gl.where(found, raw, float("-inf"))
-    return raw
+        query, key = ours[0], other
+        if AXIS == 1:
+            query, key = other, ours[0]
+        found = _which_count(query, key, key < keys, span, AXIS, C)
+    return found
 
 
 @gluon.jit
@@ -369,10 +392,11 @@ def _step_forward(
     k = _tile_2d(k_memory.index(stage), C.KEYS, C)
     before = (step + C.STAGES - 1) % C.STAGES
     v = _tile_2d(v_memory.index(before), C.KEYS, C)
-    if MASKED != WHOLE and C.HAS_KEY_MASK and _is_dirty(_nth(visit, found), query):
+    tile = _nth(visit, found)
+    if MASKED != WHOLE and C.HAS_KEY_MASK and _is_dirty(tile, told):
         mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
         here = _tile_2d(v_memory.index(stage), C.KEYS, C)
-        _clear_hidden(here, told, _nth(visit, found), C)
+        _clear_hidden(here, told, tile, C)
     mbarrier.wait(k_full.index(stage), (step // C.STAGES) & 1)
     if C.IN_TURN:
         mbarrier.wait(in_turn.index(PART), (turns & 1) ^ (1 - PART))
@@ -382,11 +406,15 @@ def _step_forward(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     if C.IN_TURN:
         mbarrier.arrive(in_turn.index(1 - PART), count=1)
+    # The codes are loaded during the products.
+    key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
+    codes = _codes_at(key, query, told, MASKED, C)
     raw = warpgroup_mma_wait(1, deps=[raw])
     barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED != WHOLE:
-        raw = _hide(raw, query, _nth(visit, found), told, score_mma, MASKED, C)
+        found = _is_visible(query, key, codes, told, 0, MASKED, C)
+        raw = gl.where(found, raw, float("-inf"))
     weight, total, largest, shrink = _softmax(raw, total, largest, scale)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -397,14 +425,12 @@ def _step_forward(
 
 
 @gluon.jit
-def _attend(
-    memory, bars, outs, tables, ranges_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr
-):
+def _attend(memory, bars, outs, ranges_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr):
     """Compute the output for the queries of one group of warps."""
     out_desc, lse_ptr = outs
     q_memory, k_memory, v_memory, out_memory = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
-    batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, _ = work
+    batch_heads, heads, repeat, queries, keys, query_tiles, ahead, behind, _ = work
     HERE: gl.constexpr = OWN * C.WARPS // 4
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.KEYS, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.DEPTH_BLOCK, 16])
@@ -419,14 +445,20 @@ def _attend(
         edges, count = found[3], found[4]
         place = tile * C.ROWS + PART * OWN + gl.arange(0, HERE, layout=by_row)
         is_row = place < queries
-        query = (place, place, place, 0, 0, 0)
+        query = (place, place, place, place, 0)
+        told = ((ahead, behind), keys, ranges_ptr, 0, 0)
         if C.HAS_BOUNDS:
-            batches = batch_heads // heads
-            low, high, has_gaps, clean, dirty = _ranges_of(
-                ranges_ptr, batches, batch, tile, query_tiles, place, C.ROWS
+            own_ptr, flags_ptr = _sequence_of(
+                ranges_ptr, batch_heads // heads, batch, query_tiles, keys, C.ROWS, C.KEYS
             )
-            query = (place, low, high, has_gaps, clean, dirty)
-        told = (tables, batch, (ahead, behind), queries, keys)
+            low, high, code, has_gaps, codes_ptr = _ranges_of(
+                ranges_ptr, own_ptr, batch, tile, query_tiles, place, C.ROWS
+            )
+            query = (place, low, high, code, has_gaps)
+            clean, dirty = _dirty_tiles(
+                ranges_ptr, flags_ptr + row // repeat, batch, tile, query_tiles, C
+            )
+            told = ((ahead, behind), keys, codes_ptr, clean, dirty)
         largest = gl.full([HERE], LOW, gl.float32, by_row)
         total = gl.zeros([HERE], gl.float32, by_row)
         acc = gl.zeros([HERE, C.DEPTH_BLOCK], gl.float32, out_mma)
@@ -437,21 +469,25 @@ def _attend(
             k = _tile_2d(k_memory.index(stage), C.KEYS, C)
             zeros = gl.zeros([HERE, C.KEYS], gl.float32, score_mma)
             raw = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            first = _nth(0, found)
+            key = first * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
+            codes = _codes_at(key, query, told, EITHER, C)
             raw = warpgroup_mma_wait(0, deps=[raw])
             barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
-            raw = _hide(raw, query, _nth(0, found), told, score_mma, EITHER, C)
+            is_visible = _is_visible(query, key, codes, told, 0, EITHER, C)
+            raw = gl.where(is_visible, raw, float("-inf"))
             weight, total, largest, _none = _softmax(raw, total, largest, scale)
-            if C.HAS_KEY_MASK and _is_dirty(_nth(0, found), query):
+            if C.HAS_KEY_MASK and _is_dirty(first, told):
                 mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
                 here = _tile_2d(v_memory.index(stage), C.KEYS, C)
-                _clear_hidden(here, told, _nth(0, found), C)
+                _clear_hidden(here, told, first, C)
             p = gl.convert_layout(weight.to(k.dtype), gl.DotOperandLayout(0, out_mma, 2))
             step += 1
             ranged = edges
             if C.HAS_BOUNDS:
-                ranged = (1 - query[3]) * edges
-                for visit in range(1, query[3] * edges):
+                ranged = (1 - query[4]) * edges
+                for visit in range(1, query[4] * edges):
                     sums = (acc, total, largest, p, turns)
                     acc, total, largest, p, turns = _step_forward(
                         sums, step, visit, found, query, told, memory, bars, scale, PART, GAPS, C
@@ -493,15 +529,15 @@ def _attend(
 
 
 @gluon.jit
-def _attend_first(memory, bars, outs, tables, ranges_ptr, work, scale, C: gl.constexpr):
+def _attend_first(memory, bars, outs, ranges_ptr, work, scale, C: gl.constexpr):
     mine = (memory[0].index(0), memory[1], memory[2], memory[3].index(0))
-    _attend(mine, bars, outs, tables, ranges_ptr, work, scale, 0, C)
+    _attend(mine, bars, outs, ranges_ptr, work, scale, 0, C)
 
 
 @gluon.jit
-def _attend_second(memory, bars, outs, tables, ranges_ptr, work, scale, C: gl.constexpr):
+def _attend_second(memory, bars, outs, ranges_ptr, work, scale, C: gl.constexpr):
     mine = (memory[0].index(1), memory[1], memory[2], memory[3].index(1))
-    _attend(mine, bars, outs, tables, ranges_ptr, work, scale, 1, C)
+    _attend(mine, bars, outs, ranges_ptr, work, scale, 1, C)
 
 
 @gluon.jit
@@ -519,7 +555,6 @@ def _attention_hopper_forward_kernel(
     k_desc,  # (B, G, N, D), block 1 x 1 x KEYS x DEPTH_BLOCK
     v_desc,  # likewise
     out_desc,  # (B, M, H, D), block 1 x OWN x 1 x DEPTH_BLOCK
-    tables,  # `key_tiles.Tables`
     ranges_ptr,  # the result of `ranges.find`, with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32, natural logarithm
     scale,  # of the products, in base 2, above 0
@@ -563,8 +598,8 @@ def _attention_hopper_forward_kernel(
     outs = (out_desc, lse_ptr)
     gl.warp_specialize(
         [
-            (_attend_first, (memory, bars, outs, tables, ranges_ptr, work, scale, C)),
-            (_attend_second, (memory, bars, outs, tables, ranges_ptr, work, scale, C)),
+            (_attend_first, (memory, bars, outs, ranges_ptr, work, scale, C)),
+            (_attend_second, (memory, bars, outs, ranges_ptr, work, scale, C)),
             (_load_forward, (descs, memory, bars, ranges_ptr, work, C)),
         ],
         [4, 1],

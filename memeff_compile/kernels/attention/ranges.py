@@ -4,18 +4,23 @@ With padding and with packed documents, each query sees the keys from a first to
 key is seen by the queries from a first to a last one. To find the visible pairs, a kernel then
 compares positions with two numbers of each query or key. The ranges are computed on the GPU,
 without waiting for the CPU. Masks and ids in which a position sees others with gaps between them
-are marked. For such masks and ids, the kernels also read the mask and the ids. In tiles that the
-mask of keys touches, the forward kernel and the kernel for the gradient of q always read the mask.
-These two kernels replace hidden keys and values, which may be nan, by zeros.
+are marked. For such masks and ids, the kernels compare codes: one int32 number for each position. A
+key is visible under the mask and the ids if its code equals the query's code.
+
+Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such numbers
+at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys and
+values by zeros.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._triton import key_tiles
-from .._triton.key_tiles import tiles_of
+from .._triton.key_tiles import depth_block, tiles_of
 from .._triton.launch import launch
 from .call import Call
 
@@ -30,23 +35,33 @@ CHUNK = 1024
 SORTED, COMPARED = 128, 32
 """Tiles that one program sorts, and tiles with which it compares them at a time."""
 WARPS = 8
+CHECKED = 128
+"""Keys that one program reads to find nan and infinities at hidden keys."""
 
 
-def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor:
+def find(
+    call: Call, own: int, others: int, *, ours_are_queries: bool, checked: Sequence[Tensor] = ()
+) -> Tensor:
     """Return the tiles that each tile of queries (or, without `ours_are_queries`, of keys) visits,
-    and the range of each position, as int32.
+    and the ranges and codes of the positions, as int32.
 
-    `own` and `others` are the positions of a tile and of a visited tile. The first B x tiles x
-    `FIELDS` numbers describe the tiles. Then follow, for each sequence, the first visible position
-    of each position, and the last visible positions. If a position sees none, the first one is
-    above the last one.
+    `own` and `others` are the positions of a tile and of a visited tile. The result contains, one
+    after another:
+
+    - `FIELDS` numbers for each tile;
+    - for each sequence, the first visible position of each position, the last visible positions
+      (below the first one if a position sees none), the codes of the positions, and the codes of
+      the visited positions;
+    - for each sequence and key head, 1 if one of the one or two tensors `checked` (keys, values)
+      has nan or an infinity at a hidden key, and otherwise 0.
     """
     from . import ranges_kernels as kernels
 
-    batch, queries, keys = call.sizes[0], call.sizes[3], call.sizes[4]
+    batch, _, groups, queries, keys, _ = call.sizes
     tiles = tiles_of(queries if ours_are_queries else keys, own)
-    size = batch * tiles * (FIELDS + 2 * own)
-    found = call.q.new_empty((size,), dtype=torch.int32)
+    visited = tiles_of(keys if ours_are_queries else queries, others)
+    size = batch * (tiles * (FIELDS + 3 * own) + visited * others)
+    found = call.q.new_empty((size + batch * groups,), dtype=torch.int32)
     constants = {
         "OURS": own,
         "OTHERS": others,
@@ -57,11 +72,37 @@ def find(call: Call, own: int, others: int, *, ours_are_queries: bool) -> Tensor
     }
     tables = key_tiles.tables_of(call.given, call.q)
     positions = key_tiles.positions_of(call.given)
-    arguments = (tables, found, *positions, queries, keys, tiles)
+    arguments = (tables, found, *positions, queries, keys, tiles, groups)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_kernel, (batch * tiles,), arguments, constants, name)
+    if call.given.key_mask is not None and checked:
+        _find_infinite(call, checked, tables, found[size:])
     constants = {"OURS": SORTED, "OTHERS": COMPARED, "num_warps": WARPS}
     grid = (tiles_of(batch * tiles, SORTED),)
     name = tuple(constants.items())
     launch(kernels._attention_ranges_order_kernel, grid, (found, batch * tiles), constants, name)
     return found
+
+
+def _find_infinite(
+    call: Call, checked: Sequence[Tensor], tables: key_tiles.Tables, flags: Tensor
+) -> None:
+    """Write 1 to the flag of a sequence and key head if one of the tensors `checked` has nan or an
+    infinity at a hidden key.
+    """
+    from . import ranges_kernels as kernels
+
+    batch, _, groups, _, keys, depth = call.sizes
+    constants = {
+        "KEYS": CHECKED,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth),
+        "HAS_SECOND": len(checked) > 1,
+        "num_warps": 4,
+    }
+    rows = map(key_tiles.rows_of, (checked[0], checked[-1]))
+    tiles = tiles_of(keys, CHECKED)
+    arguments = (*rows, tables, flags, groups, keys, tiles)
+    name = tuple(constants.items())
+    grid = (batch * groups * tiles,)
+    launch(kernels._attention_ranges_finite_kernel, grid, arguments, constants, name)

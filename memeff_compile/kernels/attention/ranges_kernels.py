@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
 
-One kernel finds the tiles that each tile visits, and the first and the last visible position for
-each position. The other kernel sorts the tiles by their work. The module `ranges` describes the
-results.
+One kernel finds the tiles that each tile visits, the first and the last visible position for each
+position, and the codes of all positions. The second kernel finds nan and infinities at hidden keys.
+The third kernel sorts the tiles by their work. The module `ranges` describes the results.
 
 In variable names, "ours" is the tile of the program, and "others" are the tiles that it visits.
 """
@@ -27,8 +27,13 @@ from .._triton.key_tiles_kernels import (
 FIELDS = tl.constexpr(8)  # numbers per tile
 PART = tl.constexpr(32)  # visited positions that are compared at a time
 NOWHERE = tl.constexpr(2**30)  # above every position
+# Codes of positions: an id from -LARGEST to LARGEST - 1 is its own code. The code of another id is
+# LARGEST plus the first key position with this id.
+LARGEST = tl.constexpr(2**30)
+NO_KEY = tl.constexpr(-(2**30) - 1)  # of a query that equals no key
+HIDDEN = tl.constexpr(-(2**31))  # of a hidden key
 # Arguments for whose values no kernel is compiled again.
-VARYING = ["ahead", "behind", "queries", "keys", "tiles"]
+VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 
 @triton.jit
@@ -63,6 +68,34 @@ def _ends(found, start, stop):
     return low, high, tl.sum(tl.where(found, (stop - start)[None, :], 0), axis=1)
 
 
+@triton.jit
+def _codes_of(place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr):
+    """Return one int32 number for each position. A key is visible under the mask and the ids if its
+    code equals the query's code.
+    """
+    is_inside = place < length
+    code = tl.zeros_like(place)
+    if C.HAS_IDS:
+        ids = tl.load(ids_ptr + place, mask=is_inside, other=0).to(tl.int64)
+        code = ids.to(tl.int32)
+        is_large = (ids < -LARGEST) | (ids >= LARGEST)
+        if tl.max(is_large.to(tl.int32), axis=0) != 0:
+            key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
+            nth = tl.full(place.shape, NOWHERE, dtype=tl.int32)
+            for start in tl.range(0, keys, PART, num_stages=1):
+                key = (start + tl.arange(0, PART)).to(tl.int32)
+                key_id = tl.load(key_ids_ptr + key, mask=key < keys, other=0).to(tl.int64)
+                is_same = (key_id[None, :] == ids[:, None]) & (key < keys)[None, :]
+                nth = tl.minimum(nth, tl.min(tl.where(is_same, key[None, :], NOWHERE), axis=1))
+            large = tl.where(nth < NOWHERE, nth + LARGEST, NO_KEY)
+            code = tl.where(is_large, large, code)
+    if not ARE_KEYS:
+        return tl.where(is_inside, code, NO_KEY)
+    if C.HAS_KEY_MASK:
+        is_inside = keys_shown(tables.key_mask + batch * tables.mask_batch, place, is_inside)
+    return tl.where(is_inside, code, HIDDEN)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _attention_ranges_kernel(
     tables,  # `key_tiles.Tables`
@@ -72,6 +105,7 @@ def _attention_ranges_kernel(
     queries,
     keys,
     tiles,  # of one sequence
+    groups,  # key heads
     C: tl.constexpr,
     # OURS: positions per tile
     # CHUNK: tiles of others looked at together
@@ -160,9 +194,55 @@ def _attention_ranges_kernel(
     tl.store(found_ptr + 5, clean.to(tl.int32))
     tl.store(found_ptr + 6, dirty.to(tl.int32))
     padded = tiles * C.OURS
-    range_ptr = ranges_ptr + batches * tiles * FIELDS + batch * 2 * padded + place
-    tl.store(range_ptr, lowest)
-    tl.store(range_ptr + padded, highest)
+    other_tiles = (count + C.OTHERS - 1) // C.OTHERS
+    size = 3 * padded + other_tiles * C.OTHERS
+    own_ptr = ranges_ptr + batches * tiles * FIELDS + batch * size
+    tl.store(own_ptr + place, lowest)
+    tl.store(own_ptr + padded + place, highest)
+    ARE_QUERIES: tl.constexpr = C.OURS_ARE_QUERIES
+    code = _codes_of(place, length, our_ids_ptr, tables, batch, keys, not ARE_QUERIES, C)
+    tl.store(own_ptr + 2 * padded + place, code)
+    # The programs of a sequence share the work of finding the codes of visited positions.
+    for index in tl.range(tile, other_tiles, tiles, num_stages=1):
+        other_place = index * C.OTHERS + tl.arange(0, C.OTHERS)
+        code = _codes_of(other_place, count, their_ids_ptr, tables, batch, keys, ARE_QUERIES, C)
+        tl.store(own_ptr + 3 * padded + other_place, code)
+    flags_ptr = ranges_ptr + batches * tiles * FIELDS + batches * size + batch * groups
+    for group in tl.range(tile, groups, tiles, num_stages=1):
+        tl.store(flags_ptr + group, 0)
+
+
+@triton.jit(do_not_specialize=["groups", "keys", "tiles"])
+def _attention_ranges_finite_kernel(
+    first,  # (B, G, N, D), `key_tiles.Rows`
+    second,  # likewise
+    tables,  # `key_tiles.Tables`
+    flags_ptr,  # (B, G) int32: 1 is written if a hidden key has nan or an infinity
+    groups,
+    keys,
+    tiles,
+    C: tl.constexpr,
+):
+    row = tl.program_id(0) // tiles
+    batch = (row // groups).to(tl.int64)
+    group = (row % groups).to(tl.int64)
+    key = (tl.program_id(0) % tiles) * C.KEYS + tl.arange(0, C.KEYS)
+    is_key = key < keys
+    shown = keys_shown(tables.key_mask + batch * tables.mask_batch, key, is_key)
+    is_hidden = is_key & (shown == 0)
+    if tl.max(is_hidden.to(tl.int32), axis=0) != 0:
+        offs = tl.arange(0, C.DEPTH_BLOCK)[None, :]
+        is_here = is_hidden[:, None] & (offs < C.DEPTH)
+        wide = key[:, None].to(tl.int64)
+        at = first.ptr + batch * first.batch + group * first.head + wide * first.row + offs
+        size = tl.abs(tl.load(at, mask=is_here, other=0.0).to(tl.float32))
+        if C.HAS_SECOND:
+            at = second.ptr + batch * second.batch + group * second.head + wide * second.row + offs
+            more = tl.abs(tl.load(at, mask=is_here, other=0.0).to(tl.float32))
+            size = tl.where(more < float("inf"), size, float("inf"))
+        # The comparison is false for nan.
+        if tl.min((size < float("inf")).to(tl.int32)) == 0:
+            tl.store(flags_ptr + row, 1)
 
 
 @triton.jit(do_not_specialize=["tiles"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
@@ -14,6 +17,21 @@ from tests.support.dense_attention import Case, compose, draw
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
 
 OWN, OTHERS = 32, 32
+
+
+def check_codes(call: Call, codes: torch.Tensor, own: int, *, ours_are_queries: bool) -> None:
+    """Check that codes of a query and a key are equal if, and only if, no mask or id hides the key.
+
+    Positions after the last query and after the last key equal no other position.
+    """
+    queries, keys, given = call.sizes[3], call.sizes[4], call.given
+    of_queries, of_keys = codes[:, :own], codes[:, own:]
+    if not ours_are_queries:
+        of_queries, of_keys = of_keys, of_queries
+    wanted = torch.zeros(len(codes), of_queries.shape[1], of_keys.shape[1], dtype=torch.bool)
+    unbounded = dataclasses.replace(given, ahead=None, behind=None)
+    wanted[:, :queries, :keys] = unbounded.counts(0, queries, 0, keys, call.q.device)
+    assert torch.equal(of_queries[:, :, None] == of_keys[:, None, :], wanted)
 
 
 def check(call: Call, *, ours_are_queries: bool) -> torch.Tensor:
@@ -29,7 +47,11 @@ def check(call: Call, *, ours_are_queries: bool) -> torch.Tensor:
     number = tiles_of(length, OWN)
     found = ranges.find(call, OWN, OTHERS, ours_are_queries=ours_are_queries)
     table = found[: batch * number * ranges.FIELDS].view(batch, number, ranges.FIELDS)
-    span = found[table.numel() :].view(batch, 2, number * OWN)
+    visited = tiles_of(others, OTHERS) * OTHERS
+    size = 3 * number * OWN + visited
+    rest = found[table.numel() :][: batch * size].view(batch, size)
+    span = rest[:, : 2 * number * OWN].view(batch, 2, number * OWN)
+    check_codes(call, rest[:, 2 * number * OWN :], number * OWN, ours_are_queries=ours_are_queries)
     low = torch.where(counts, torch.arange(others), others).amin(-1)
     high = torch.where(counts, torch.arange(others), -1).amax(-1)
     has_any = counts.any(-1)
@@ -85,3 +107,36 @@ def test_padding_and_documents_have_no_gaps(ours_are_queries: bool) -> None:
         case = Case(case.q, case.k, case.v, (key_mask, each, each), case.settings)
         call = tiles._call(case.q, case.k, case.v, conditions(case))
         assert not check(call, ours_are_queries=ours_are_queries).any()
+
+
+@pytest.mark.parametrize("ours_are_queries", [True, False])
+def test_ids_of_any_size_keep_documents_apart(ours_are_queries: bool) -> None:
+    # Ids that int32 cannot hold, of which some are equal in their lower 32 bits.
+    large = [0, 2**32, 2**62, -(2**63), 2**31, -(2**31), 2**30, 2**30 - 1, -(2**30), -(2**30) - 1]
+    query_ids = torch.tensor([large + [7, -1], large[::-1] + [8, 2**40]]).repeat_interleave(6, 1)
+    key_ids = torch.tensor([large + [5], [3] + large]).repeat_interleave(9, 1)
+    place = torch.arange(99)[None]
+    for key_mask in (None, place % 7 != 3):
+        case = draw(2, 2, 1, 72, 99, 16, torch.float32)
+        case = Case(case.q, case.k, case.v, (key_mask, query_ids, key_ids), case.settings)
+        check(
+            tiles._call(case.q, case.k, case.v, conditions(case)), ours_are_queries=ours_are_queries
+        )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_numbers_at_hidden_keys_that_are_not_finite_are_found(where: str, bad: float) -> None:
+    shown = torch.arange(300)[None] < torch.tensor([[300], [200], [299]])
+    case = draw(3, 4, 2, 300, 300, 24, torch.float32, ahead=0)
+    for batch, group, key in ((1, 0, 250), (2, 1, 299), (1, 1, 10), (0, 0, 299)):
+        k, v = case.k.clone(), case.v.clone()
+        (k if where == "keys" else v)[batch, group, key, 23] = bad
+        given = Case(case.q, k, v, (shown, None, None), case.settings)
+        call = tiles._call(k=k, v=v, q=given.q, given=conditions(given))
+        wanted = torch.zeros(3, 2, dtype=torch.bool)
+        wanted[batch, group] = not shown[batch, key]
+        both = ranges.find(call, OWN, OTHERS, ours_are_queries=True, checked=(call.k, call.v))
+        assert torch.equal(both[-6:].view(3, 2) != 0, wanted)
+        values = ranges.find(call, OWN, OTHERS, ours_are_queries=True, checked=(call.v,))
+        assert torch.equal(values[-6:].view(3, 2) != 0, wanted & (where == "values"))
