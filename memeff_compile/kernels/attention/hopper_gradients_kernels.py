@@ -202,10 +202,7 @@ def _query_step(
     # The codes are loaded during the products.
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
     codes = _codes_at(key, ours, where, MASKED, C)
-    if IS_FIRST:
-        raw = warpgroup_mma_wait(1, deps=[raw])
-    else:
-        raw = warpgroup_mma_wait(2, deps=[raw])
+    raw = warpgroup_mma_wait(1 if IS_FIRST else 2, deps=[raw])
     weight = _weights(raw, total[:, None], scale)
     if MASKED != WHOLE:
         is_visible = _is_visible(ours, key, codes, where, 0, MASKED, C)

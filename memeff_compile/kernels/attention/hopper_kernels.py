@@ -322,11 +322,8 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 def _codes_at(key, ours, told, MASKED: gl.constexpr, C: gl.constexpr):
     """Return the codes of visited positions, or the positions if the step compares no codes."""
     codes = key
-    if MASKED == GAPS:
+    if MASKED == GAPS or (MASKED == EITHER and C.HAS_BOUNDS and ours[4] != 0):
         codes = gl.load(told[2] + key)
-    elif MASKED == EITHER and C.HAS_BOUNDS:
-        if ours[4] != 0:
-            codes = gl.load(told[2] + key)
     return codes
 
 

@@ -7,9 +7,9 @@ without waiting for the CPU. Masks and ids in which a position sees others with 
 are marked. For such masks and ids, the kernels compare codes: one int32 number for each position. A
 key is visible under the mask and the ids if its code equals the query's code.
 
-Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such numbers
-at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys and
-values by zeros.
+Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such
+numbers at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys
+and values by zeros.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _find_infinite(
         "HAS_SECOND": len(checked) > 1,
         "num_warps": 4,
     }
-    rows = map(key_tiles.rows_of, (checked[0], checked[-1]))
+    first, second = key_tiles.rows_of(checked[0]), key_tiles.rows_of(checked[-1])
     tiles = tiles_of(keys, CHECKED)
-    arguments = (*rows, tables, flags, groups, keys, tiles)
+    arguments = (first, second, tables, flags, groups, keys, tiles)
     name = tuple(constants.items())
     grid = (batch * groups * tiles,)
     launch(kernels._attention_ranges_finite_kernel, grid, arguments, constants, name)

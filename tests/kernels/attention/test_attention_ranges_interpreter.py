@@ -113,8 +113,8 @@ def test_padding_and_documents_have_no_gaps(ours_are_queries: bool) -> None:
 def test_ids_of_any_size_keep_documents_apart(ours_are_queries: bool) -> None:
     # Ids that int32 cannot hold, of which some are equal in their lower 32 bits.
     large = [0, 2**32, 2**62, -(2**63), 2**31, -(2**31), 2**30, 2**30 - 1, -(2**30), -(2**30) - 1]
-    query_ids = torch.tensor([large + [7, -1], large[::-1] + [8, 2**40]]).repeat_interleave(6, 1)
-    key_ids = torch.tensor([large + [5], [3] + large]).repeat_interleave(9, 1)
+    query_ids = torch.tensor([[*large, 7, -1], [*large[::-1], 8, 2**40]]).repeat_interleave(6, 1)
+    key_ids = torch.tensor([[*large, 5], [3, *large]]).repeat_interleave(9, 1)
     place = torch.arange(99)[None]
     for key_mask in (None, place % 7 != 3):
         case = draw(2, 2, 1, 72, 99, 16, torch.float32)
