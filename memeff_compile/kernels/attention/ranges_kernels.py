@@ -205,8 +205,8 @@ def _attention_ranges_kernel(
     # The programs of a sequence share the work of finding the codes of visited positions.
     for index in tl.range(tile, other_tiles, tiles, num_stages=1):
         other_place = index * C.OTHERS + tl.arange(0, C.OTHERS)
-        code = _codes_of(other_place, count, their_ids_ptr, tables, batch, keys, ARE_QUERIES, C)
-        tl.store(own_ptr + 3 * padded + other_place, code)
+        others = _codes_of(other_place, count, their_ids_ptr, tables, batch, keys, ARE_QUERIES, C)
+        tl.store(own_ptr + 3 * padded + other_place, others)
     flags_ptr = ranges_ptr + batches * tiles * FIELDS + batches * size + batch * groups
     for group in tl.range(tile, groups, tiles, num_stages=1):
         tl.store(flags_ptr + group, 0)
