@@ -41,8 +41,8 @@ from .hopper_kernels import (
     _clear_hidden,
     _codes_at,
     _dirty_tiles,
+    _hide,
     _is_dirty,
-    _is_visible,
     _nth,
     _place_of,
     _ranges_of,
@@ -201,12 +201,11 @@ def _query_step(
         mbarrier.arrive(in_turn.index(1 - PART), count=1)
     # The codes are loaded during the products.
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-    codes = _codes_at(key, ours, where, MASKED, C)
+    codes = _codes_at(key, where, MASKED)
     raw = warpgroup_mma_wait(1 if IS_FIRST else 2, deps=[raw])
     weight = _weights(raw, total[:, None], scale)
     if MASKED != WHOLE:
-        is_visible = _is_visible(ours, key, codes, where, 0, MASKED, C)
-        weight = gl.where(is_visible, weight, 0.0)
+        weight = _hide(weight, 0.0, ours, key, codes, where, 0, MASKED, C)
     if IS_FIRST:
         product = warpgroup_mma_wait(0, deps=[product])
     else:
@@ -529,12 +528,11 @@ def _key_step(
     total = sums_memory.index(stage).load(by_query)
     # The codes are loaded during the products.
     query = tile * C.ROWS + gl.arange(0, C.ROWS, layout=by_query)
-    codes = _codes_at(query, key, where, MASKED, C)
+    codes = _codes_at(query, where, MASKED)
     raw = warpgroup_mma_wait(1, deps=[raw])
     weight = _weights(raw, total[None, :], scale)
     if MASKED != WHOLE:
-        is_visible = _is_visible(key, query, codes, where, 1, MASKED, C)
-        weight = gl.where(is_visible, weight, 0.0)
+        weight = _hide(weight, 0.0, key, query, codes, where, 1, MASKED, C)
     if C.EARLY:
         # The product with the weights starts before the slopes are known.
         p = gl.convert_layout(weight.to(q.dtype), operand)

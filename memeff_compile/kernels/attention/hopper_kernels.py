@@ -200,17 +200,9 @@ def _is_within(ours, other):
 
 
 @gluon.jit
-def _counts(ours, other, codes, span, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which pairs of our positions and a visited tile's positions are visible.
-
-    `codes` are the codes of the visited tile's positions. `AXIS` is the axis of the queries.
-    """
-    place, _, _, code, _ = ours
-    is_same = gl.expand_dims(code, 1) == gl.expand_dims(codes, 0)
-    query, key = place, other
-    if AXIS == 1:
-        query, key = other, place
-    return is_same & _which_count(query, key, key == key, span, AXIS, C)
+def _is_same(ours, codes):
+    """Return which positions of a visited tile have the same code as each of our positions."""
+    return gl.expand_dims(ours[3], 1) == gl.expand_dims(codes, 0)
 
 
 @gluon.jit
@@ -319,35 +311,46 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 
 @gluon.jit
-def _codes_at(key, ours, told, MASKED: gl.constexpr, C: gl.constexpr):
+def _codes_at(other, told, MASKED: gl.constexpr):
     """Return the codes of visited positions, or the positions if the step compares no codes."""
-    codes = key
-    if MASKED == GAPS or (MASKED == EITHER and C.HAS_BOUNDS and ours[4] != 0):
-        codes = gl.load(told[2] + key)
+    codes = other
+    if MASKED == GAPS:
+        codes = gl.load(told[2] + other)
     return codes
 
 
 @gluon.jit
-def _is_visible(
-    ours, other, codes, told, AXIS: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
+def _hide(
+    numbers,
+    HIDDEN_NUMBER: gl.constexpr,
+    ours,
+    other,
+    codes,
+    told,
+    AXIS: gl.constexpr,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
 ):
-    """Return which pairs of our positions and a visited tile's positions are visible.
+    """Return numbers of pairs of our positions and a visited tile's positions, with another number
+    for pairs that are not visible.
 
     `AXIS` is the axis of the queries.
     """
-    span, keys, _, _, _ = told
-    if MASKED == GAPS:
-        found = _counts(ours, other, codes, span, AXIS, C)
-    elif C.HAS_BOUNDS:
+    span, keys, codes_ptr, _, _ = told
+    if C.HAS_BOUNDS:
         found = _is_within(ours, other)
+        if MASKED == GAPS:
+            found = found & _is_same(ours, codes)
+        numbers = gl.where(found, numbers, HIDDEN_NUMBER)
         if MASKED == EITHER and ours[4] != 0:
-            found = _counts(ours, other, codes, span, AXIS, C)
+            numbers = gl.where(_is_same(ours, gl.load(codes_ptr + other)), numbers, HIDDEN_NUMBER)
     else:
         query, key = ours[0], other
         if AXIS == 1:
             query, key = other, ours[0]
         found = _which_count(query, key, key < keys, span, AXIS, C)
-    return found
+        numbers = gl.where(found, numbers, HIDDEN_NUMBER)
+    return numbers
 
 
 @gluon.jit
@@ -405,13 +408,12 @@ def _step_forward(
         mbarrier.arrive(in_turn.index(1 - PART), count=1)
     # The codes are loaded during the products.
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-    codes = _codes_at(key, query, told, MASKED, C)
+    codes = _codes_at(key, told, MASKED)
     raw = warpgroup_mma_wait(1, deps=[raw])
     barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED != WHOLE:
-        found = _is_visible(query, key, codes, told, 0, MASKED, C)
-        raw = gl.where(found, raw, float("-inf"))
+        raw = _hide(raw, float("-inf"), query, key, codes, told, 0, MASKED, C)
     weight, total, largest, shrink = _softmax(raw, total, largest, scale)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -468,12 +470,10 @@ def _attend(memory, bars, outs, ranges_ptr, work, scale, PART: gl.constexpr, C: 
             raw = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             first = _nth(0, found)
             key = first * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-            codes = _codes_at(key, query, told, EITHER, C)
             raw = warpgroup_mma_wait(0, deps=[raw])
             barrier()
             mbarrier.arrive(k_empty.index(stage), count=1)
-            is_visible = _is_visible(query, key, codes, told, 0, EITHER, C)
-            raw = gl.where(is_visible, raw, float("-inf"))
+            raw = _hide(raw, float("-inf"), query, key, key, told, 0, EITHER, C)
             weight, total, largest, _none = _softmax(raw, total, largest, scale)
             if C.HAS_KEY_MASK and _is_dirty(first, told):
                 mbarrier.wait(v_full.index(stage), (step // C.STAGES) & 1)
