@@ -337,19 +337,19 @@ def _hide(
     `AXIS` is the axis of the queries.
     """
     span, keys, codes_ptr, _, _ = told
-    if C.HAS_BOUNDS:
+    query, key = ours[0], other
+    if AXIS == 1:
+        query, key = other, ours[0]
+    if MASKED == GAPS:
+        # Two comparisons with a range would cost more than those with the bounds on positions.
+        found = _is_same(ours, codes) & _which_count(query, key, key == key, span, AXIS, C)
+    elif C.HAS_BOUNDS:
         found = _is_within(ours, other)
-        if MASKED == GAPS:
-            found = found & _is_same(ours, codes)
-        numbers = gl.where(found, numbers, HIDDEN_NUMBER)
-        if MASKED == EITHER and ours[4] != 0:
-            numbers = gl.where(_is_same(ours, gl.load(codes_ptr + other)), numbers, HIDDEN_NUMBER)
     else:
-        query, key = ours[0], other
-        if AXIS == 1:
-            query, key = other, ours[0]
         found = _which_count(query, key, key < keys, span, AXIS, C)
-        numbers = gl.where(found, numbers, HIDDEN_NUMBER)
+    numbers = gl.where(found, numbers, HIDDEN_NUMBER)
+    if C.HAS_BOUNDS and MASKED == EITHER and ours[4] != 0:
+        numbers = gl.where(_is_same(ours, gl.load(codes_ptr + other)), numbers, HIDDEN_NUMBER)
     return numbers
 
 

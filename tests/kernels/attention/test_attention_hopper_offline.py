@@ -14,6 +14,7 @@ from tests.support.offline import (
     HOPPER,
     TABLES_NAMED,
     compile_for,
+    rows_named,
     within_limits,
 )
 
@@ -29,12 +30,14 @@ PLAIN = {
 EVERY = dict.fromkeys(PLAIN, True)
 PADDED = PLAIN | {"HAS_KEY_MASK": True, "HAS_BOUNDS": True}
 PACKED = PLAIN | {"HAS_IDS": True, "HAS_BOUNDS": True}
-POINTERS = {
+POINTERS = {"ranges_ptr": "*i32", "lse_ptr": "*fp32"}
+TABLES = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
     "key_ids_ptr": "*i64",
-    "ranges_ptr": "*i32",
-    "lse_ptr": "*fp32",
+    "flags_ptr": "*i32",
+    "first_ptr": "*bf16",
+    "second_ptr": "*bf16",
 }
 LAYOUT = (
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4, transposed=False, "
@@ -63,8 +66,8 @@ def _compile(depth: int, dtype: str, flags: dict[str, bool]) -> Any:
 
     constants = hopper.constants_of(shape, depth, flags)
     warps = constants.pop("num_warps")
-    kernel, parts = _attention_hopper_forward_kernel, {"tables": TABLES_NAMED}
-    return compile_for(HOPPER, kernel, constants, type_of, parts=parts, num_warps=warps)
+    kernel = _attention_hopper_forward_kernel
+    return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +93,10 @@ def test_the_kernel_compiles_within_the_limits(
 
 
 def _spills_with(flags: dict[str, bool], step: str, depth: int = 128) -> int:
-    """Return how many bytes of stack a kernel for masks of keys and ids may use.
-
-    Backward kernels with masks of keys or ids are not used for heads of 64, and no kernel is used
-    with both.
-    """
+    """Return how many bytes of stack a kernel for masks of keys and ids may use."""
     if not flags["HAS_BOUNDS"]:
         return 0
-    if flags["HAS_KEY_MASK"] and flags["HAS_IDS"]:
-        return 1024
-    return {"forward": 32, "query": 32, "key": 256}[step] if depth == 128 else 512
+    return {"forward": 32, "query": 32, "key": 256}[step] if depth == 128 else 96
 
 
 def _spills(step: str, depth: int) -> int:
@@ -139,8 +136,7 @@ def _compile_backward(step: str, depth: int, dtype: str, flags: dict[str, bool])
 
     constants = hopper_gradients.constants_of(shape, depth, flags)
     warps = constants.pop("num_warps")
-    parts = {"tables": TABLES_NAMED}
-    return compile_for(HOPPER, kernel, constants, type_of, parts=parts, num_warps=warps)
+    return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps)
 
 
 @pytest.mark.parametrize("step", ["query", "key"])
@@ -181,7 +177,7 @@ def test_the_kernels_of_ranges_compile_within_the_limits(
     from memeff_compile.kernels.attention import ranges_kernels as kernels
 
     def type_of(argument: str) -> str:
-        return POINTERS.get(argument, "i32")
+        return {**POINTERS, **TABLES}.get(argument, "i32")
 
     others = 128 if ours_are_queries else 64
     sizes = {"OURS": 128, "OTHERS": others, "CHUNK": ranges.CHUNK // others}
@@ -190,6 +186,11 @@ def test_the_kernels_of_ranges_compile_within_the_limits(
     warps = ranges.WARPS
     compiled = compile_for(HOPPER, kernel, constants, type_of, parts=parts, num_warps=warps)
     within_limits(compiled, HOPPER, stack=64)
+    finite = kernels._attention_ranges_finite_kernel
+    constants = {"KEYS": ranges.CHECKED, "DEPTH": 96, "DEPTH_BLOCK": 128, "HAS_SECOND": True}
+    named: dict[str, Any] = {"first": rows_named("first"), "second": rows_named("second")}
+    compiled = compile_for(HOPPER, finite, constants, type_of, parts={**parts, **named})
+    within_limits(compiled, HOPPER)
     order = kernels._attention_ranges_order_kernel
     constants = {"OURS": ranges.SORTED, "OTHERS": ranges.COMPARED}
     within_limits(compile_for(HOPPER, order, constants, type_of, num_warps=warps), HOPPER)
