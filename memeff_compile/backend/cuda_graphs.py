@@ -242,11 +242,10 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return formulas for the Python numbers that a decoding step returns; also return the
-        arguments that only these formulas use.
+        """Return formulas for the Python numbers that a decoding step returns.
 
-        If such an argument has a new value, the step need not be recorded again, because no tensor
-        depends on the value.
+        Also return the arguments that only these formulas use. If such an argument has a new value,
+        the step need not be recorded again, because no tensor depends on the value.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

@@ -198,8 +198,8 @@ def compile(
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is neither a module nor a function. With `kv_cache`, the
-            error may also mean that a setting of the cache is not supported, or that the model
+        UnsupportedInputError: The model is neither a module nor a function. If you pass `kv_cache`,
+            the error may also mean that the cache does not support a setting, or that the model
             cannot use a KVCache. Such a model has no `generate`, is an encoder-decoder, or needs
             another kind of cache.
 

@@ -29,10 +29,10 @@ each optimizer step, because no gradient lowers them. After a hundred steps the 
 than with the redistribution.
 
 `published` is the filter of the Cut Cross-Entropy paper. Rows keep their order, classes are sorted
-by their mean logits, and no mass is redistributed. In a row, let p be the probability of a class;
-let 1(target) be 1 for the target and 0 for all other classes. The filter drops a tile if |p -
-1(target)| is below eps for all elements of the tile. The filter `published` needs each row's
-log-sum-exp before it can choose tiles.
+by their mean logits, and no mass is redistributed. Let p be the probability of a class in a row.
+Let 1(target) be 1 for the row's target, and 0 for other classes. The filter drops a tile if, for
+all its elements, |p - 1(target)| is below eps. The filter `published` needs each row's log-sum-exp
+before it can choose tiles.
 
 The kernels use only features that all supported GPUs have.
 """

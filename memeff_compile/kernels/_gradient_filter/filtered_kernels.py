@@ -518,8 +518,7 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in one order for the product with the weight, and in
-    another order for the product with the hidden states.
+    """Write two lists of the tiles that the filter keeps, one for each of two matrix products.
 
     The product with the weight needs a group's tiles next to each other. The product with the
     hidden states needs, for each tile of classes, the groups that keep the tile. The kernels

@@ -162,8 +162,8 @@ class Launches:
     """A runner of the kernel launches of one call, in order.
 
     The runner reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
-    reuses the compiled kernel of the earlier call's launch if both have the same kernel function,
-    constants, numeric arguments and dtypes. All memory must also be aligned to 16 bytes. All
+    reuses the compiled kernel of the earlier launch if kernel function, constants, numeric
+    arguments and dtypes are the same in both. All memory must also be aligned to 16 bytes. All
     tensors of a launch must be on the current GPU. A launch through this class takes a quarter of
     the host time of `run_kernel`, which matters for small calls.
     """

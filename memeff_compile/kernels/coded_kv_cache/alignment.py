@@ -77,8 +77,8 @@ def fit(
 ) -> None:
     """Write the maps that bring two layers' rows (keys or values) closest to each other.
 
-    `angles` are those of a rotary embedding. If they are passed, the fit uses each key at its own
-    position and as it would be at each of the next `span` positions.
+    `angles` are those of a rotary embedding. If they are passed, the fit averages over later
+    positions of each key, up to `span` positions after its own.
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
     rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit

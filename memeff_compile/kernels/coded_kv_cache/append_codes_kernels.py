@@ -410,8 +410,8 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Encode some groups of new keys, or of new values.
 
-    Also copy those tokens of the groups that are among the first KEPT tokens of the sequence,
-    because these tokens are also stored exactly.
+    The first KEPT tokens of a sequence are also stored exactly. Copy those of them that are in
+    these groups.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
