@@ -44,7 +44,7 @@ def memeff(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Run the passes on a captured graph, then compile the graph with the inner compiler.
+    """Run the passes on a captured graph, then compile the graph with Inductor or another compiler.
 
     Args:
         gm: the graph that Dynamo captured.
@@ -79,7 +79,7 @@ trace_torch_losses_whole(memeff)  # torch loads this module before it traces a f
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Compile the rewritten graph with the inner compiler.
+    """Compile the rewritten graph with the compiler that `memeff.inner` names, by default Inductor.
 
     If the optimizer updates weights during the backward pass, the graph is split into partitions,
     and each partition is compiled separately.

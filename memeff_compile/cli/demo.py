@@ -90,7 +90,8 @@ def peak_bytes() -> int:
 
 
 def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
-    """Train on every batch, and return losses, memory, speed and the backend's last report."""
+    """Train on every batch; return losses, memory, speed, and the backend's report on its
+    rewrites."""
     from tqdm import tqdm
     from transformers import LlamaConfig, LlamaForCausalLM
 
