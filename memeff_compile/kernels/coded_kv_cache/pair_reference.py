@@ -90,7 +90,7 @@ def append(
 ) -> None:
     """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
 
-    Merge the complete groups of tokens.
+    For each complete group of tokens, merge the keys and the values of the two layers.
     """
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
@@ -202,7 +202,7 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
     """Copy the keys and values that `keep` chose into the memory for unmerged ones.
 
-    The first of `rows` has the position `coded` in the cache.
+    The first token in each tensor of `rows` has the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
