@@ -74,9 +74,9 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
     """Return the bytes of the maps that align two layers.
 
-    For each sequence and head, the maps are a mean row of each layer, a matrix, and the index of
-    the lower layer's head. Keys and values have separate means and matrices. If `kinds` is 1, only
-    values have them.
+    Each sequence and head has a mean row for each layer, a matrix, and the index of the lower
+    layer's head. Keys and values have separate means and matrices. If `kinds` is 1, only values
+    have them.
     """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 
@@ -87,8 +87,9 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     not counted.
 
     The pair stores the codes and scales of its values once. For each token and head, the pair also
-    stores how many times as long the upper layer's value is as the lower layer's. Each layer stores
-    its own window of latest tokens, its own first tokens, and the codes and scales of its keys.
+    stores one ratio: the length of the upper layer's value divided by the length of the lower
+    layer's value. Each layer stores its own window of latest tokens, its own first tokens, and the
+    codes and scales of its keys.
     """
     rows = layout.groups(tokens) * layout.group
     each = bytes_of_value_pair(layout, heads, itemsize)

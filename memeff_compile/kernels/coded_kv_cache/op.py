@@ -210,8 +210,7 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 def on_kernels(window: Tensor, group: int) -> bool:
     """Return whether Triton kernels append tokens to a cache. Otherwise, plain PyTorch does.
 
-    If the kernels append, no value is copied from the GPU to the CPU, and the CPU does not wait for
-    the GPU.
+    If the kernels append, the CPU does not wait for the GPU and copies no value from it.
     """
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
@@ -243,10 +242,10 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the alignment maps of two layers from the last arguments of an op: means, rotations,
-    and the index of the matching head.
+    """Return the alignment maps of two layers from the last arguments of an op.
 
-    The result contains None for each map that the arguments do not contain.
+    The maps are means, rotations and the indices of matching heads. The result contains None for
+    each map that the op did not get.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots

@@ -53,8 +53,8 @@ def _take_two(BITS, PART, BYTE):
     """Return assembly code that converts the codes of one channel block to numbers.
 
     The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
-    third bits come from a second operand. For the last of the four channel blocks, both operands
-    are first shifted to the bit positions of the third block.
+    third bits come from a second operand. Both operands of the last of the four channel blocks are
+    first shifted to the bit positions of the third block.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS

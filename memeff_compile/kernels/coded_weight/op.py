@@ -125,9 +125,9 @@ def encode_soon(
     If the value did not fit, the contents of `parts` are invalid, and the caller must allocate new
     tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These codecs return an
     `Outcome`, which tells later whether the value fitted. Do not read the coded tensors before
-    `Outcome.fits` has returned True. Without a spill buffer (memory for values whose codes do not
-    fit), the caller must keep the dense value until `Outcome.fits` has returned. A lossy codec
-    raises an error for values that are not finite.
+    `Outcome.fits` has returned True. A spill buffer is memory for values whose codes do not fit.
+    Without one, the caller must keep the dense value until `Outcome.fits` has returned. A lossy
+    codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":

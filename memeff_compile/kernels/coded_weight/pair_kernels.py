@@ -339,11 +339,11 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that a weight's lists need to the header of a spill buffer (memory for
-    weights whose codes do not fit).
+    """Write the lengths that a weight's lists need to the header of a spill buffer.
 
-    The weight has COUNT lists, the tensors whose length depends on its values. If one of these
-    lists is too short, also write the weight's value to the spill buffer.
+    The spill buffer is memory for weights whose codes do not fit. The weight has COUNT lists, the
+    tensors whose length depends on its values. If one of these lists is too short, also write the
+    weight's value to the spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

@@ -43,12 +43,12 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, while it is not yet known whether its codes fit into the memory of
+    """A new value of a weight, until it is known whether the value's codes fit into the memory of
     the old codes.
 
     If the codes do not fit, the value is encoded again. The value then comes from the spill buffer
     (memory for values whose codes do not fit). Without a spill buffer, this object keeps the dense
-    value until the codes are known to fit or the value has been encoded again.
+    value until `settle` has returned.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -336,8 +336,8 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """If `store_soon` began to encode a new value, wait until it is known whether the new codes
-        fitted into the memory of the old codes. If not, encode the value again."""
+        """If `store_soon` began to encode a new value, wait until the GPU has finished. If the new
+        codes did not fit into the memory of the old codes, encode the value again."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -817,8 +817,8 @@ _READ_ONLY: dict[type, type] = {
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
     """Return a read-only storage without memory.
 
-    Other code can only read the storage's size, which is the size of the decoded weight, and
-    compare the storage with other storages.
+    Other code can only read the storage's size and compare the storage with other storages. The
+    size is that of the decoded weight.
     """
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)

@@ -8,7 +8,7 @@ The epilogue (the code after a tile's product) uses the tile of logits in one of
 - It writes a tile of the logits' gradient G, if these statistics are known.
 - It writes a tile of X (the logits' gradient up to a factor per row).
 
-For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i), where base_i is a number near the
+For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i). The number base_i is near the
 largest logit of row i. With a softcap, the element is X_ij = exp(z_ij - base_i) * dz/ds, where s is
 the product before the softcap. Both kinds of X_ij are rounded once to 16 bits. The number base_i is
 known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor

@@ -133,8 +133,8 @@ def library_widths(
       The block has the input dtype (2 bytes per element).
     - For fp32 inputs, the gradient overwrites the product, so strip and block are one buffer.
 
-    Of the widths between half of this width and this width, the block then gets the width with the
-    least predicted time. Few multiprocessors are then idle at the end of the product for the
+    The block may be narrower, down to half of the width that fits. The block gets the width with
+    the least predicted time. Few multiprocessors are then idle at the end of the product for the
     weight's gradient.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
@@ -165,9 +165,9 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
     """Estimate the time, in seconds per row, of the steps of a block that depend on its width.
 
     One step is the product for the weight's gradient, in tiles of 128 x 256. The other step reads
-    and writes the hidden states' gradient, to which the block's contribution is added. The products
-    for the logits and for this contribution are not counted, because their time per column does not
-    depend on the width.
+    and writes the hidden states' gradient, to which the block's contribution is added. The function
+    does not count the products for the logits and for this contribution. Their time per column does
+    not depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
