@@ -48,8 +48,10 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer, (B, H, T, D), into the lower layer's window of latest
-    tokens. The upper layer's append finds the tokens there.
+    """Write tokens of the lower layer into the lower layer's window of latest tokens. The upper
+    layer's append finds the tokens there.
+
+    `k` and `v` have the shape (B, H, T, D).
 
     `own` contains the windows of keys and of values, and the token counts. `limit` is the number of
     tokens that fit into the cache.

@@ -125,8 +125,10 @@ def _numbers(
 def _all_numbers(
     raw, high, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr
 ):
-    """Return the codes of all channel blocks of keys as numbers, (ROWS, COLUMNS), one block after
-    another."""
+    """Return the codes of all channel blocks of keys as numbers, one block after another.
+
+    The result has the shape (ROWS, COLUMNS).
+    """
     PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
     first = _numbers(raw, high, 0, C, C.BITS, ROWS, WIDTH, kind)

@@ -36,11 +36,11 @@ def side_by_side(
     *,
     whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
 ) -> None:
-    """Move the lists of several compressed weights into a few shared allocations, with spare memory
-    after each list.
+    """Move the lists (tensors of irregular length) of several compressed weights into a few shared
+    allocations. Each list gets spare memory (`room`) at its end.
 
-    The lists are the tensors whose length depends on a weight's values, such as the list of uncoded
-    elements.
+    The length of such a list, for example the list of uncoded elements, depends on the weight's
+    values.
 
     The function copies the lists of one weight after another into a new allocation. The function
     frees a weight's old lists after copying them, so one extra allocation is needed temporarily.
