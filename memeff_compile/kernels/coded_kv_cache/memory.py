@@ -87,7 +87,7 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     not counted.
 
     The pair stores the codes and scales of its values once. For each token and head, the pair also
-    stores one ratio: the length of the upper layer's value divided by the length of the lower
+    stores one ratio. It is the length of the upper layer's value divided by the length of the lower
     layer's value. Each layer stores its own window of latest tokens, its own first tokens, and the
     codes and scales of its keys.
     """

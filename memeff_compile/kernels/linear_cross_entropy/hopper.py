@@ -394,8 +394,9 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Compute one block's parts of the gradients from X (the logits' gradient up to a factor
-        per row), and add them to the gradients.
+        """Compute one block's parts of the gradients from X, and add them to the gradients.
+
+        X is the logits' gradient up to a factor per row.
 
         For the hidden states' gradient (dE), X is multiplied by the weight. For the weight's
         gradient (dC), X is multiplied by the (R, D) matrix `factor`. Rows of `factor` after the
