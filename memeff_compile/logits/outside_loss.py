@@ -425,8 +425,8 @@ def _written_by(view: Any) -> Any:
 class Declined(Exception):
     """The exception that a handler raises for a call that PyTorch's own function must run.
 
-    The exception contains the reason, which the report of the compilation shows. A call with the
-    reason "" is not in the report."""
+    The exception contains the reason, which the report of the compilation shows. The reason is ""
+    if there is nothing to report."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:

@@ -137,7 +137,7 @@ class LogitsSource:
     def record_gradients_of(self, results: Iterable[Any]) -> None:
         """Let the report list an op as a loss once a backward pass goes through one of `results`.
 
-        The op is the one that read the logits last and computed `results`.
+        The op is the one that read the logits last.
         """
         use, reason = self.use, self.read_by
         if use is not None and reason and not use.has_gradient(reason):
