@@ -215,8 +215,8 @@ def columns_of(vocab: int, tile: int) -> int:
 class Slots(NamedTuple):
     """The buffers (slots) that contain the gradients of one block of rows each.
 
-    A slot has `rows` rows. One matrix product multiplies the gradients of `blocks` slots. There are
-    `others` further slots."""
+    A slot has `rows` rows. One matrix product multiplies the gradients of `blocks` slots. `others`
+    is the number of further slots, which the teacher's logits use."""
 
     rows: int
     blocks: int

@@ -343,8 +343,8 @@ def _linear_divergence_kept_logits_place_kernel(
 ):
     """Write a row's gradient at its listed classes.
 
-    If a row lists a class more than once, the gradient of this class contains the sum of the
-    factors in all its entries."""
+    A row may list a class more than once. The gradient of this class then contains the sum of the
+    factors of all its entries."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

@@ -403,8 +403,9 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return the mean rounding error of the values in the key blocks that each query needs, as a
-    tensor (B, G, rows, D).
+    """Return the mean rounding error of the values in the key blocks that each query needs.
+
+    The result has the shape (B, G, rows, D).
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     the result.

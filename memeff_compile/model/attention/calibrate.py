@@ -10,11 +10,10 @@ enough. The mean score does not count.
 With the argument `share`, this share of the attention calls gets the more precise of two levels. To
 choose these calls, the model runs again for each call, once at each of the two levels. Only this
 call then runs in low bits. Each of these two runs changes the model's output, compared with an
-exact run. The change at the less precise level minus the change at the more precise level measures
-the harm of the less precise level. Any change in a call also makes all later layers of a 16-bit
-model round differently. This effect is largest for calls in early layers. Both runs have this
-effect, so the subtraction of the two changes cancels it. A layer whose own result changes little
-may change the output much, and the reverse.
+exact run. The harm of the less precise level is the change at this level minus the change at the
+other level. Any change in a call also makes all later layers of a 16-bit model round differently.
+This effect is largest for calls in early layers. Both runs have this effect, so the subtraction
+cancels it. A layer whose own result changes little may change the output much, and the reverse.
 """
 
 from __future__ import annotations

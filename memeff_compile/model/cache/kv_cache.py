@@ -79,10 +79,10 @@ class KVCache(Cache):
             padding. With this mask, `keep_first` counts from the first token after the padding,
             and scales ignore padding.
         merge: None, `"minicache"`, or a `MiniCache` with settings. With the last two, the cache
-            merges pairs of consecutive layers. The two layers of such a pair share one direction
-            (unit vector) for the keys of each older token, and one for the values. Merging layers
-            loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the result
-            of `fidelity_report` for your model.
+            merges pairs of consecutive layers. For each older token, the two layers of such a pair
+            share one direction (unit vector) of the keys. They share another direction of the
+            values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
+            unless you pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.

@@ -246,9 +246,9 @@ class ExactLayer(AsTheyCome):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, or do not fit after its tokens.
 
-        The CPU does not know how many tokens the cache contains if the cache is on a GPU, or if the
-        method runs in a compiled graph. In these two cases, the method does not check whether the
-        new tokens fit.
+        If the cache is on a GPU, the CPU does not know how many tokens the cache contains. The same
+        is true in a compiled graph on any device. In these two cases, the method does not check
+        whether the new tokens fit.
         """
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():

@@ -124,7 +124,7 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 class MergedLayer(CodedLayer):
     """One of two layers that store common directions of older tokens' keys and values.
 
-    The directions are unit vectors. Each layer stores separate lengths."""
+    The directions are unit vectors. Each layer stores the lengths of its own vectors."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
