@@ -1,4 +1,4 @@
-"""Declare the compiler pass and the ops that low-bit attention adds to memeff_compile."""
+"""Declare the compiler pass and ops that low-bit attention adds to memeff_compile."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def ternarize_(
             one whose name the recipe does not know. A linear layer with hooks or parametrisations
             also raises this error, because they would be lost. If you pass `activation`, an MLP in
             which no activation function can be replaced also raises this error. If you pass
-            `low_bit_heads`, a model whose attention cannot round heads to few bits also raises it.
+            `low_bit_heads`, a model that does not support low-bit heads also raises this error.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP

@@ -461,7 +461,7 @@ def decompress_(model: nn.Module) -> Changes:
 def dense_again(model: nn.Module) -> Undone:
     """Replace losslessly compressed weights by dense ones, for `undo`.
 
-    Weights that were compressed with loss stay compressed, and the result gives the reason.
+    Lossily compressed weights stay compressed, and the result gives the reason.
     """
     found: dict[str, str] = {}
     left: dict[str, str] = {}

@@ -52,7 +52,7 @@ def gram_groups(widths: Iterable[int]) -> Iterator[int]:
 def grams(
     model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return for each weight the fp32 Gram matrix (D, D) of all inputs that it is multiplied by.
+    """Return for each weight the fp32 Gram matrix (D, D) of all inputs multiplied by this weight.
 
     `linears` maps the name of each weight to the linear layers that use the weight. The result
     contains no entry for weights whose linear layers got no input.
@@ -100,7 +100,9 @@ def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tens
     """Round a weight (V, D) to numbers that a lossy codec can store exactly.
 
     The numbers are chosen so that the weight's products with the measured inputs lose little
-    precision. `gram` is the Gram matrix of these inputs. A lossy codec divides the numbers of each block by the block's largest number. This number is
+    precision. `gram` is the Gram matrix of these inputs.
+
+    A lossy codec divides the numbers of each block by the block's largest number. This number is
     not changed, and it remains the largest. Return None if all inputs are zero, or if an input or
     the weight is not finite.
     """

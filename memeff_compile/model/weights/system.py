@@ -1,4 +1,4 @@
-"""Declare the compiler pass, the op and the hooks that compressed weights add to memeff_compile."""
+"""Declare the compiler pass, ops and hooks that compressed weights add to memeff_compile."""
 
 from __future__ import annotations
 
