@@ -15,10 +15,10 @@ The pass finds two kinds of matches. The first kind is a divergence, such as the
 divergence has one number per row (token). The number compares the softmax of a student's output
 projection with a teacher's softmax. The teacher's logits come from another output projection of
 this graph, or exist already as a tensor. `losses/divergences.py` recognises the different ways to
-write such a divergence. If the rest of the graph only masks, scales and sums a divergence's
-numbers, the fused op returns the sum and its gradients. The op then needs four matrix products in
-all. If the graph does anything else with these numbers, the backward pass computes the logits
-again. The backward pass also computes them again for fp16 and inside activation checkpoints.
+write such a divergence. If the graph only masks, scales and sums a divergence's numbers, the fused
+op returns the sum and its gradients. The op then needs four matrix products in all. If the graph
+does anything else with these numbers, the backward pass computes the logits again. The backward
+pass also computes them again for fp16 and inside activation checkpoints.
 
 The second kind of match (second example) reads the log-probabilities of k classes per row
 (`losses/classes.py`). A teacher often provides only its k most likely classes. The nodes that

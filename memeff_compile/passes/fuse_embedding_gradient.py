@@ -280,10 +280,10 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after `last` through which fused output projections use `weight`.
 
-    Such a node is the fused loss op itself, or a cast or a slice of the weight that only fused loss
-    ops read. A slice takes the weight's rows of some classes. Casts of the table to a narrower
-    dtype are not included. With them, the gradient would be stored in the table's wider dtype
-    during the whole backward pass.
+    Such a node is the fused loss op itself, or a cast or slice that only fused loss ops read. A
+    slice takes the weight's rows of some classes. Casts of the table to a narrower dtype are not
+    included. With them, the gradient would be stored in the table's wider dtype during the whole
+    backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]

@@ -57,8 +57,8 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
 
     A table is the mask's condition on each key or query. The returned node is the last of the nodes
     that the table reads, or None if it reads none. Return a single None if the table reads a node
-    that is neither in the graph of `info` nor in an enclosing graph. Also return None if the graph
-    may write to a tensor between the mask's read of this tensor and the returned node.
+    outside of the graph of `info` and its enclosing graphs. Also return None if the graph may write
+    to a tensor between the mask's read of this tensor and the returned node.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

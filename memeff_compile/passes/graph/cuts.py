@@ -3,8 +3,8 @@
 For autograd, a compiled graph is one node: its backward pass returns all gradients together.
 Without a split, an optimizer could update the first weight only after all gradients were computed.
 If `optim_in_backward` updates weights, this module splits the graph between the model's blocks, as
-Dynamo does for DDP's buckets. Each partition is compiled separately. A value that a later partition
-needs is an output of the partition that computes the value, and an input of the later partition.
+Dynamo does for DDP's buckets. Each partition is compiled separately. If a later partition needs a
+value, the value is an output of the earlier partition and an input of the later one.
 """
 
 from __future__ import annotations
