@@ -624,11 +624,11 @@ class Report(VerbReport):
     def _next(self) -> str:
         """Return suggestions for the user.
 
-        If a function reached PyTorch's limit of graphs, advice on this limit comes first, because
-        PyTorch runs later calls without compilation. Then follows the hint of the most important
-        record. An error of a pass takes precedence over a loss that was not fused. This loss takes
-        precedence over the declined match that would save the most memory. Advice on reads of
-        deferred logits follows.
+        If a function reached PyTorch's limit of graphs, advice on this limit comes first. PyTorch
+        runs later calls that need another graph without compilation. Then follows the hint of the
+        most important record. An error of a pass takes precedence over a loss that was not fused.
+        This loss takes precedence over the declined match that would save the most memory. Advice
+        on reads of deferred logits follows.
         """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
@@ -659,7 +659,8 @@ class Report(VerbReport):
     def _about_limit(self) -> str:
         """Return a sentence about functions that reached PyTorch's limit of graphs per function.
 
-        PyTorch runs calls of such a function that need another graph without compilation."""
+        If a call of such a function needs another graph, PyTorch runs the call without compilation.
+        """
         number = self.over_limit
         functions = "a function" if number == 1 else f"{number} functions"
         return (

@@ -11,7 +11,8 @@ The pass changes neither results nor nodes: it gives the checkpoint a policy, li
 (with their log-sum-exps) and of linear layers. Everything else is recomputed as before. The
 backward pass may read values that linear steps, such as the rotary embedding, compute from a
 linear layer's result. If the backward pass does not read the result itself, the checkpoint saves
-those values instead, unless they are larger. Saving them spares the backward pass more work.
+the values of the linear steps instead, unless these values are larger than the result. Then the
+backward pass does not recompute the linear steps either.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
 per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's
@@ -310,8 +311,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 def _ends(node: Node) -> list[Any]:
     """Return the ops whose backward pass may read the values that `node` gets.
 
-    This is the node's own op. But if the op is in `_PASSED_ON` (such as a reshape or an addition),
-    return the ops of the node's users instead, found in the same way.
+    Usually this is only the node's own op. The backward pass of a reshape or an addition reads no
+    operand. For such a node (an op in `_PASSED_ON`), return the ops of its users instead.
     """
     found: list[Any] = []
     ways, seen = [node], {node}
@@ -329,7 +330,7 @@ def _ends(node: Node) -> list[Any]:
 def _without_moves(node: Node, linear: Node) -> Node:
     """Return the earliest node, from `linear` on, that has the same values as `node`.
 
-    The nodes between the two only move values, or cast them without a change of dtype.
+    The nodes between them only move values, or cast values without a change of dtype.
     """
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]

@@ -61,7 +61,8 @@ class Plan:
 class Match:
     """Attention calls that share one entry of the report.
 
-    The entry describes their rewrite, or gives the reason why they are not rewritten."""
+    The entry describes the rewrite of these calls, or gives the reason why the pass leaves them
+    unchanged."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)

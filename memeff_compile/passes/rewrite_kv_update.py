@@ -327,8 +327,8 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
     """Return the node that computes, from a mask, the last key that each query may attend to.
 
-    Attention calls share this node if they read the same mask and no node writes to it between
-    them.
+    Attention calls that read the same mask share this node, if no node writes to the mask between
+    these calls.
     """
     end = info.positions[match.node]
     for user in mask.users:

@@ -1,6 +1,6 @@
 """Rewrite linear layers with quantised inputs and a ternary weight into memeff::ternary_linear.
 
-The op multiplies the integer codes of input and weight. It adds up the products as integers.
+The op multiplies the integer codes of input and weight, and adds up the products as integers.
 
     before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
             a = 1 / w.abs().mean().clamp(min=1e-5)
@@ -12,9 +12,9 @@ The op multiplies the integer codes of input and weight. It adds up the products
 
 The codes of inputs and weights equal those that the model's own operations compute. The op
 memeff::ternary_linear sums the products of codes exactly. A dense linear layer first rounds both
-dequantised operands to their dtype, such as bf16. In training, memeff::ternary_linear saves the
-codes for the backward pass (two bits per weight and eight per input element) instead of two full
-tensors. The backward pass decodes the codes to the values that the model itself would multiply.
+dequantised operands to the layer's dtype, such as bf16. In training, memeff::ternary_linear saves
+the codes for the backward pass (two bits per weight and eight per input element) instead of two
+full tensors. The backward pass decodes the codes to the values that the model itself would multiply.
 Layers with the same input share the codes of that input. If no gradient is needed, a single op
 quantises the input and multiplies it by the packed weight.
 """
@@ -368,9 +368,9 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
     """Insert the ops that compute all linear layers of the group, before the first of them.
 
-    For each weight, one op packs the weight. In training, one op quantises the input, and one op
-    multiplies the input by all packed weights. Without gradients, a single op quantises the input
-    and multiplies it.
+    For each weight, one op packs the weight. In training, a second op quantises the input, and a
+    third op multiplies the input by all packed weights. Without gradients, a single op quantises
+    and multiplies the input.
     """
     first, weights = match.sites[0], [site.both[0] for site in match.sites]
     first_weight, tokens = first.both
@@ -405,9 +405,10 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
     """Return the activation functions that follow a gate and an up projection.
 
-    The backward pass then recomputes the results of both projections and of these functions. Return
-    None if the group is no such pair, if `memeff.ternary_gate` asks to keep the results, or inside
-    a checkpoint.
+    The caller makes the backward pass recompute the results of both projections and of these
+    functions. Return None if the group is no such pair of projections, or if `memeff.ternary_gate`
+    asks to keep the results. Inside a checkpoint, also return None, because the checkpoint
+    recomputes the results anyway.
     """
     if info.options.ternary_gate != "recompute" or info.parent is not None:
         return None

@@ -120,8 +120,8 @@ def explain_cache(
         group: as for `KVCache`.
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers have no
-            codes, and layers that would share only values are not merged.
+        merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
+            low-bit codes. With 16 bits and `values_only`, layers are not merged.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
 
@@ -342,9 +342,9 @@ def _mode(
 
 
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
-    """Return the bytes of the means and rotation matrices of one sequence, for two merged layers.
+    """Return the bytes of the means and matrices that align the values of two merged layers.
 
-    The matrices align the values (not the keys) of the two layers."""
+    The bytes are for one sequence. The layers merge only their values, not their keys."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 

@@ -306,9 +306,9 @@ class _Replay:
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
         """Yield the tensors that exist at a moment in the whole model.
 
-        A captured block between the first and the last block of a list also represents blocks of
-        its kind that were not captured. For a moment in such a block, yield the tensors for the
-        first and for the last of the represented blocks.
+        A captured block from the middle of a list (neither first nor last) represents several
+        blocks of the same kind. For a moment in such a block, yield the tensors for the first and
+        for the last of the represented blocks.
         """
         phase, block, is_outside = place
         if block is None:
@@ -452,9 +452,9 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running, and whether the op is outside of this block.
+        """Return the block of the running op, and whether the op is outside of blocks.
 
-        For an op outside of blocks, the returned block is the one that ran last.
+        For an op outside of blocks, return the block that ran last, and True.
         """
         for node in nodes:
             seen = self._block_of(node)

@@ -206,8 +206,9 @@ class Timeline:
         return node in self.stored and self.kind[node] in (*FUSIBLE, "library")
 
     def _readers(self) -> dict[Node, list[Node]]:
-        """Return, for each buffer, the nodes that read it: nodes with a kernel, and the graph's
-        output node."""
+        """Return, for each buffer, the nodes that read the buffer.
+
+        These are nodes that become a part of a kernel, and the graph's output node."""
         readers: dict[Node, list[Node]] = defaultdict(list)
         for node in self.nodes:
             read = self.reads[node] if self._has_kernel(node) else set()

@@ -23,8 +23,8 @@ MOST_BYTES = 1 << 26
 class Values:
     """The known values of some fake tensors.
 
-    If a known result has no axes, the model gets it as a real tensor with one number. A result with
-    axes stays a fake tensor, which has the known values in an attribute.
+    If a known result has no axes, the model gets a real tensor with one number. If a known result
+    has axes, the model gets a fake tensor, which has the known values in an attribute.
     """
 
     def __init__(self) -> None:

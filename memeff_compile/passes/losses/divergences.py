@@ -3,10 +3,10 @@ writes their sums.
 
 A loss sums one term per class. The module describes this term as a polynomial in probabilities and
 log-probabilities of student and teacher, and in logarithms of a mixture of both. The fused op
-supports six products of a probability and a logarithm, such as q log p for a student's probability
-p and a teacher's q. `Coefficients` contains the factor of each product in the polynomial. These
-factors can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and
-cross entropies with a teacher's probabilities.
+supports six terms, such as q log p for a student's probability p and a teacher's probability q.
+`Coefficients` contains the polynomial's factor for each of these terms. The factors can describe
+`kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a
+teacher's probabilities.
 """
 
 from __future__ import annotations
@@ -840,7 +840,8 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
     """Return a polynomial's coefficients for the six sums of the fused op, such as sum(q log p).
 
-    `terms` is the polynomial. Return None if it has other terms, such as those of a third softmax.
+    `terms` is the polynomial. If the polynomial has other terms, such as those of a third softmax,
+    return None.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}

@@ -248,7 +248,7 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
     """Return whether the fused op's forward pass also computes the gradients.
 
-    For this, the call must have a single loss that is reduced to one number.
+    For this result, the call must have a single loss that is reduced to one number.
     In an activation checkpoint, return False, because the forward pass runs twice there.
     """
     tail = group[0]

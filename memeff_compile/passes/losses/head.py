@@ -330,7 +330,7 @@ class HeadReader:
     def row_operand(self, node: Node) -> Node | None:
         """Return the operand whose rows `node` moves, casts or detaches.
 
-        The method only looks up the node's op in a table. It does not run the node on fake tensors.
+        The method looks up the node's op in a table, and does not run the node on fake tensors.
         """
         reading = read(node)
         if not reading or reading[0].op not in _MOVE_OPS:

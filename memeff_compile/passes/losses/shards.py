@@ -5,8 +5,8 @@ combine the ranks' results.
     l = linear(x, W)
     z = l.redistribute(placements=(Replicate,)).to_local()
 
-In this example, the weight W is split by Shard(0): each rank has the weight's rows for the rank's
-own classes.
+In this example, the weight W is split by Shard(0). Each rank has the weight's rows for some of the
+classes.
 
 All ranks of a group must make the same edits, because a collective would hang otherwise. So this
 module bases its decisions only on facts that are equal on all ranks: layouts, and the sizes of

@@ -91,7 +91,7 @@ class SoftmaxReader:
     """Finds the softmaxes in one graph.
 
     `HeadReader` may run nodes on fake tensors, which is slow. So this class looks for an output
-    projection only after it has found a softmax.
+    projection only after this class has found a softmax.
     """
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:

@@ -2,8 +2,8 @@
 
 To distinguish an output projection from a wide layer inside a model, this module looks at how the
 graph uses the layer's result. The result of an inner layer is an operand of another matrix product.
-The result of an output projection is an output of the graph, or the graph reduces it over the
-classes.
+The result of an output projection is an output of the graph, or the graph reduces this result over
+the classes.
 """
 
 from __future__ import annotations
