@@ -14,9 +14,9 @@ The codes of inputs and weights equal those that the model's own operations comp
 memeff::ternary_linear sums the products of codes exactly. A dense linear layer first rounds both
 dequantised operands to the layer's dtype, such as bf16. In training, memeff::ternary_linear saves
 the codes for the backward pass (two bits per weight and eight per input element) instead of two
-full tensors. The backward pass decodes the codes to the values that the model itself would multiply.
-Layers with the same input share the codes of that input. If no gradient is needed, a single op
-quantises the input and multiplies it by the packed weight.
+full tensors. The backward pass decodes the codes to the values that the model itself would
+multiply. Layers with the same input share the codes of that input. If no gradient is needed, a
+single op quantises the input and multiplies the input by the packed weight.
 """
 
 from __future__ import annotations
