@@ -11,8 +11,8 @@ The pass changes neither results nor nodes: it gives the checkpoint a policy, li
 (with their log-sum-exps) and of linear layers. Everything else is recomputed as before. The
 backward pass may read values that linear steps, such as the rotary embedding, compute from a
 linear layer's result. If the backward pass does not read the result itself, the checkpoint saves
-the values of the linear steps instead, unless these values are larger than the result. Then the
-backward pass does not recompute the linear steps either.
+the values of the linear steps instead. These values must not be larger than the result. The
+backward pass then does not recompute the linear steps either.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
 per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's

@@ -55,8 +55,8 @@ class Told:
         """Return a batch size and a length that differ from all constants of the model.
 
         The length is about three quarters of the call's length. A model may round lengths up to
-        whole chunks, which is invisible at a call's length that is already a whole number of
-        chunks. A shorter length is within the model's position tables.
+        whole chunks. If the call's length is a whole number of chunks, only another length shows
+        the rounding. A shorter length is within the model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))

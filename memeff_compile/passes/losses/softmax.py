@@ -2,9 +2,9 @@
 
 The module recognizes these results of logits x:
 
-- log-probabilities: `log_softmax(x)`, `x - logsumexp(x)` or `log(softmax(x))`;
-- probabilities: `softmax(x)`, or `exp` of log-probabilities;
-- log-sum-exps: `logsumexp(x)` or `log(sum(exp(x)))`, also of logits minus their maximum.
+- Log-probabilities: `log_softmax(x)`, `x - logsumexp(x)` or `log(softmax(x))`.
+- Probabilities: `softmax(x)`, or `exp` of log-probabilities.
+- Log-sum-exps: `logsumexp(x)` or `log(sum(exp(x)))`, also of logits minus their maximum.
 
 Views, slices, casts and detaches may follow the probabilities or log-probabilities.
 
