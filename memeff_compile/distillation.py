@@ -61,8 +61,8 @@ def linear_divergence(
 
         forward_kl      sum(q (log q - log p)), KL(teacher || student)
         reverse_kl      sum(p (log p - log q)), KL(student || teacher)
-        jsd             beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; with
-                        beta = 0 it is forward_kl, with beta = 1 reverse_kl, as in TRL
+        jsd             beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; but
+                        beta = 0 selects forward_kl, and beta = 1 reverse_kl, as in TRL
         cross_entropy   -sum(q log p), with the gradient of forward_kl
 
     The student gets gradients, the teacher does not. The loss is not multiplied by temperature**2.
@@ -71,9 +71,10 @@ def linear_divergence(
     Args:
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the weight of the student's output projection, in the dtype of `hidden`.
-        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. If the
-            teacher's logits are deferred, this function does not compute them, unless they have a
-            softcap. (Under torch.no_grad() logits are not deferred.)
+        teacher: (..., K), the teacher's hidden states; or (..., V), its logits. A compiled teacher
+            may return deferred logits, which are computed on first use. This function does not
+            compute deferred logits, unless they have a softcap. (Under torch.no_grad() logits are
+            not deferred.)
         teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
             `teacher`; None if `teacher` contains logits.
         kind: the name of the divergence, as in the table above.

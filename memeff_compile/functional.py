@@ -116,7 +116,8 @@ def linear_cross_entropy(
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
         z_loss: adds z_loss * lse**2 to each row that counts; "mean" divides the sum by the number
             of these rows.
-        filter: "exact", or the name of another mode of the option `memeff.linear_cross_entropy`.
+        filter: with "exact", the gradients contain every class. The other modes of the option
+            `memeff.linear_cross_entropy` leave unlikely classes out of the gradients.
         return_stats: also return `Stats`, which the same kernels compute.
 
     Returns:

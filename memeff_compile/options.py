@@ -403,8 +403,8 @@ def _switch(meaning: str) -> Any:  # noqa: ANN401
 class Options:
     """The validated options of one compilation.
 
-    Create an instance with `Options.parse`, from the arguments of `torch.compile`, or directly by
-    field name. Instances are immutable, hashable and picklable.
+    `Options.parse` creates an instance from the arguments of `torch.compile`. The constructor
+    takes the options by field name. Instances are immutable, hashable and picklable.
 
     Raises:
         OptionError: A key is unknown, or a value has the wrong type or is out of range.

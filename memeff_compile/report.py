@@ -101,8 +101,9 @@ class VerbReport(ABC):
         """Return the whole report as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
-        """Return the byte counts before and after the change, which a notebook draws as bars, or
-        None."""
+        """Return the byte counts before and after the function changed the model, or None.
+
+        A notebook draws the two counts as bars."""
         return None
 
     def _bars(self) -> str:
@@ -181,8 +182,10 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return one text for `times` equal records. If the sentence of these records is already in
-        `quoted`, the text shows only the locations.
+        """Return one text for `times` equal records.
+
+        `quoted` contains the user's source lines that an earlier text already quotes. For such a
+        line, the text shows only the file and the line number.
         """
         label = "failed" if self.action == "internal_error" else self.action
         where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
@@ -309,7 +312,8 @@ class LogitsUse:
         """Count a computation of logits, and record the op and the line of the user's code that
         requested it.
 
-        The op is a metric, unless `record_gradient` says later that it belongs to a loss.
+        The op counts as a part of a metric. If `record_gradient` is called for the op later, the op
+        counts as a part of a loss.
         """
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
@@ -620,10 +624,11 @@ class Report(VerbReport):
     def _next(self) -> str:
         """Return suggestions for the user.
 
-        The limit of graphs comes first, because later calls run without compilation. Then follows
-        the hint of one record. An error of a pass takes precedence over a
-        loss that was not fused. This loss takes precedence over the declined match that would save
-        the most memory. Advice on reads of deferred logits follows.
+        If a function reached PyTorch's limit of graphs, advice on this limit comes first. PyTorch
+        runs later calls that need another graph without compilation. Then follows the hint of the
+        most important record. An error of a pass takes precedence over a loss that was not fused.
+        This loss takes precedence over the declined match that would save the most memory. Advice
+        on reads of deferred logits follows.
         """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
@@ -652,7 +657,10 @@ class Report(VerbReport):
         return f"{'; '.join(texts or [nothing])}; {more}."
 
     def _about_limit(self) -> str:
-        """Return a sentence about functions that PyTorch does not compile again."""
+        """Return a sentence about functions that reached PyTorch's limit of graphs per function.
+
+        If a call of such a function needs another graph, PyTorch runs the call without compilation.
+        """
         number = self.over_limit
         functions = "a function" if number == 1 else f"{number} functions"
         return (

@@ -137,8 +137,8 @@ class _Step:
         return next((each for each in devices if each.type in DEVICES), None)
 
     def _queries(self, node: Node) -> Any:
-        """Return the number of queries per sequence if a node is attention, or the softmax of
-        attention; else None."""
+        """If a node is attention or the softmax of attention, return its number of queries per
+        sequence; otherwise return None."""
         name = node_name(node)
         if node.op == "placeholder" or not ("attention" in name or name == "softmax"):
             return None
@@ -242,9 +242,10 @@ class _Step:
         )
 
     def _counts(self) -> tuple[Counts | None, set[Node]]:
-        """Return formulas for the Python numbers that a decoding step returns, and the arguments
-        that the step uses only in these formulas. If such an argument has a new value, the step
-        need not be recorded again, because no tensor depends on the value.
+        """Return formulas for the Python numbers that a decoding step returns.
+
+        Also return the arguments that only these formulas use. If such an argument has a new value,
+        the step need not be recorded again, because no tensor depends on the value.
         """
         nodes, returned = self.info.gm.graph.nodes, self.info.output.args[0]
         given = {n: p for p, n in enumerate(self.info.placeholders) if p not in self.tensors}

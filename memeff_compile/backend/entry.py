@@ -44,7 +44,7 @@ def memeff(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Run the passes on a captured graph, then compile the graph with the inner compiler.
+    """Run the passes on a captured graph, then compile the graph with Inductor or another compiler.
 
     Args:
         gm: the graph that Dynamo captured.
@@ -53,7 +53,7 @@ def memeff(
         options: `memeff.*` keys, and keys for Inductor.
 
     Raises:
-        OptionError: an option is unknown, mistyped or out of range.
+        OptionError: an option has an unknown name, a wrong type or a value out of range.
         StrictError: a pass named in `memeff.strict` did not apply.
         MemeffError: `memeff.logits` is `none` and another part of the model reads the logits.
     """
@@ -79,7 +79,7 @@ trace_torch_losses_whole(memeff)  # torch loads this module before it traces a f
 
 
 def _inner(trip: Trip) -> Callable[..., Any]:
-    """Compile the rewritten graph with the inner compiler.
+    """Compile the rewritten graph with the compiler that `memeff.inner` names, by default Inductor.
 
     If the optimizer updates weights during the backward pass, the graph is split into partitions,
     and each partition is compiled separately.
@@ -171,11 +171,11 @@ def compile(
     """Compile with `backend="memeff"`, and check the options immediately instead of at the first
     call.
 
-    A module is compiled in place and returned, as `module.compile()` does. `undo(model)` undoes
-    the compilation. `torch.compile` reads a backend's options only at the first call, and refuses
+    A module is compiled in place and returned, as `module.compile()` does. `undo(model)` undoes the
+    compilation. `torch.compile` reads a backend's options only at the first call, and refuses
     `mode` together with `options`. This function checks the two immediately and accepts them
-    together. If an activation checkpoint surrounds FSDP2's hooks, Dynamo leaves layers out of every
-    graph. This function compiles such layers one by one.
+    together. Dynamo skips a layer if the layer's activation checkpoint surrounds FSDP2's hooks.
+    This function compiles such layers one by one.
 
     Args:
         model: A module or function; leave it out to use the call as a decorator.
@@ -198,10 +198,10 @@ def compile(
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
-        UnsupportedInputError: The model is neither a module nor a function. If you pass
-            `kv_cache`, also: a setting of the cache is not supported, or the model cannot use a
-            KVCache. Such a model has no `generate`, is an encoder-decoder, or needs another kind
-            of cache.
+        UnsupportedInputError: The model is neither a module nor a function. If you pass `kv_cache`,
+            the error may also mean that the cache does not support a setting, or that the model
+            cannot use a KVCache. Such a model has no `generate`, is an encoder-decoder, or needs
+            another kind of cache.
 
     Example:
         >>> memeff_compile.compile(model, logits="eager")  # doctest: +SKIP

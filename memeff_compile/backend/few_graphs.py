@@ -52,8 +52,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[An
 
 
 def _may_vary(tensor: Tensor, first: torch.Size) -> set[int]:
-    """Return the batch and length axes of an input, and those axes whose size differs from the size
-    in the first call.
+    """Return the axes of an input whose size may vary: batch, length, and each axis whose size
+    differs from its size in the first call.
 
     Token ids, labels, masks and hidden states have batch and length as their first two axes. Other
     tensors, such as images, have only a batch axis.

@@ -333,7 +333,8 @@ class _Outputs:
         return self._type(each if place is None else args[place] for each, place in pairs)
 
     def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return clones of a call's results, which the next replay does not overwrite."""
+        """Return a call's results, with clones of those results that the next replay would
+        overwrite."""
         copies = list(found)
         for number in self._cloned:
             copies[number] = found[number].clone()
@@ -387,8 +388,8 @@ class CudaEngine:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
-        """Return whether a recording can start, because no other code is recording a CUDA graph or
-        tracing calls."""
+        """Return whether a recording can start, that is, whether no other code is recording a CUDA
+        graph or tracing calls."""
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
     def stream(self) -> int:

@@ -103,8 +103,9 @@ def compile_heads(model: nn.Module, options: Options) -> int:
     """Compile, in place, output projections that have FSDP2's hooks around them; return how many
     were compiled.
 
-    The logits of these projections are deferred even with `memeff.logits=none`, because the loss in
-    a later graph needs the logits.
+    These projections return deferred logits, which are computed only on first use.
+    `memeff.logits=none` (return no logits) has no effect here, because the loss in a later graph
+    needs the logits.
     """
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}

@@ -177,11 +177,11 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let each system replace Dynamo's guards on those graph inputs that are the system's
-        tensors.
+        """Let each optional part of this package replace Dynamo's guards on the graph inputs that
+        are the part's own tensors.
 
-        A system is an optional part of this package, such as its KV caches. Graphs in which
-        gradients are enabled, and exported graphs, keep Dynamo's guards.
+        In the code, such an optional part is called a system; the KV caches are one. Graphs in
+        which gradients are enabled, and exported graphs, keep Dynamo's guards.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return

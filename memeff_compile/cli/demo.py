@@ -90,7 +90,8 @@ def peak_bytes() -> int:
 
 
 def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
-    """Train on every batch, and return losses, memory, speed and the report."""
+    """Train on every batch; return losses, memory, speed, and the backend's report on its
+    rewrites."""
     from tqdm import tqdm
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,8 +158,9 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def compare(steps: int) -> None:
-    """Train with the inner compiler alone and with the backend `memeff`, each in a new process,
-    then print both results."""
+    """Train without and with the backend `memeff`, each in a new process, then print both results.
+
+    Without `memeff`, the compiler is Inductor, or `aot_eager` if Inductor cannot compile here."""
     problem = inductor_problem(DEVICE)
     inner = "aot_eager" if problem else "inductor"
     if problem:

@@ -81,5 +81,5 @@ def _examples(facts: OptionFacts) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a sentence of the options page with its Markdown removed."""
+    """Return a sentence of `docs/options.md` without backticks."""
     return re.sub(r"`([^`]*)`", r"\1", text)

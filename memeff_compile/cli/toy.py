@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class ToyModel(nn.Module):
-    """An embedding, an output projection and a cross entropy, which the backend fuses."""
+    """An embedding, an output projection and a cross entropy; the backend fuses the last two."""
 
     def __init__(self, vocabulary: int = 64, width: int = 16) -> None:
         super().__init__()

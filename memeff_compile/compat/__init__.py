@@ -1,4 +1,4 @@
-"""Wrap the private names of PyTorch that this package uses in functions, one function for each use.
+"""Functions for the private names of PyTorch that this package uses, one function for each use.
 
 The folder has one file per component of PyTorch, such as Dynamo and Inductor. Other modules import
 the folder `compat`, never its files. After a torch release, `tests/test_compat.py` checks every

@@ -57,11 +57,11 @@ def keep_in_checkpoint(gm: GraphModule, kept: Mapping[Node, str]) -> Callable[[]
     """Make a checkpoint save the results of some calls in its body; return a function that reverts
     this.
 
-    The value of `kept` says which op's result is saved:
+    For each call, the value in `kept` says which op inside the call has its result saved:
 
     - "attention": the fused attention kernel;
     - "product": a matrix product;
-    - otherwise the op with this name, such as "aten::add".
+    - any other value: the op whose name is this value, such as "aten::add".
     """
     for node, kind in kept.items():
         node.meta[_KEPT] = kind
@@ -80,9 +80,9 @@ def may_be_under_policy(target: object) -> bool:
     """Return whether a call may be inside a checkpoint with a policy, that is, with a rule that
     chooses the results to save.
 
-    Some higher-order operations do not allow a checkpoint with a policy inside them. Nested
-    checkpoints and autograd functions allow such a checkpoint inside them, because tracing enters
-    them.
+    Some higher-order operations do not allow a checkpoint with a policy inside them. Other
+    checkpoints and autograd functions may contain a checkpoint with a policy, because tracing
+    enters them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True
@@ -187,8 +187,8 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
     """Delete a tensor's table of hooks if the table is empty because all hooks were removed.
 
     If a module whose weights are tensor subclasses is moved to another device, PyTorch calls
-    `torch.utils.swap_tensors`. With an empty table of hooks, PyTorch then assumes that the
-    tensor's hooks are already installed. Hooks registered after the swap would never run.
+    `torch.utils.swap_tensors`. After the swap, PyTorch takes even an empty table of hooks as a sign
+    that the tensor's hooks are installed. Hooks registered after the swap would then never run.
     """
     if not tensor._post_accumulate_grad_hooks:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]

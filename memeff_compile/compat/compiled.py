@@ -194,7 +194,8 @@ def compiling_is_off() -> bool:
 
 
 def wrap_compiled(module: torch.nn.Module, wrap: Callable[[Any], Any]) -> None:
-    """Replace the compiled call of a module that was compiled in place by `wrap(call)`."""
+    """Replace `call`, the compiled call of a module that was compiled in place, with
+    `wrap(call)`."""
     module = without_compile(module)
     around = wrap(module._compiled_call_impl)
     around.__wrapped__ = module._compiled_call_impl

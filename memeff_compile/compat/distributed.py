@@ -62,7 +62,7 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
-    """Replace this rank's shard of an FSDP2 parameter by `local`, with gradients off.
+    """Replace this rank's shard of an FSDP2 parameter by `local`, as a parameter without gradient.
 
     `local` may be a tensor subclass with hooks that FSDP2 calls around its all-gather. Return
     False and replace nothing in these cases:
@@ -227,10 +227,10 @@ def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
 def free_last_gather(module: torch.nn.Module) -> None:
     """Free the buffer to which FSDP2's latest all-gather wrote.
 
-    FSDP2 itself does so after the root module's forward pass. FSDP2 has already started to copy the
-    weights out of this buffer, but keeps the buffer until the next all-gather. That all-gather must
-    wait for the copies. This function makes the streams of later all-gathers wait for the copies
-    now, and then frees the buffer.
+    FSDP2 itself frees the buffer at the next all-gather, or after the root module's forward pass.
+    When this function runs, FSDP2 has already started to copy the weights out of the buffer. Later
+    all-gathers must wait for these copies. So this function first makes the streams of all-gathers
+    wait for the copies, and then frees the buffer.
     """
     for state in _fsdp2_states():
         if module not in state._modules:

@@ -39,7 +39,7 @@ forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
-    """Return whether a module has a hook that runs after its state dict is created."""
+    """Return whether `hook` is registered to run after the state dict of `module` is created."""
     return hook in module._state_dict_hooks.values()
 
 
@@ -98,7 +98,12 @@ def compiled_module() -> torch.nn.Module | None:
 
 
 def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return the modules whose `forward` is running around the current call, innermost first."""
+    """Return two lists of modules whose `forward` is running around the current call, each list
+    with the innermost module first.
+
+    The first list has the compiled modules. The second list has the other modules, without those
+    that run inside a compiled module.
+    """
     from torch._dynamo import eval_frame
 
     wrappers = (eval_frame.OptimizedModule, torch.nn.parallel.DistributedDataParallel)
@@ -329,8 +334,8 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     """Return whether a graph break follows `gm`, so that code after the break reads the graph's
     outputs.
 
-    DDP's graph partitions are marked in the same way, but their outputs go to other partitions or
-    to the user.
+    Dynamo gives such a graph the attribute `compile_subgraph_reason`. DDP's graph partitions have
+    this attribute too, but their outputs go to other partitions or to the user.
     """
     why = getattr(gm, "compile_subgraph_reason", None)
     return why is not None and "DDPOptimizer" not in str(why.reason) and bool(why.graph_break)
@@ -427,10 +432,10 @@ def room_for_graphs(limit: int = 64, *, shared: bool = False) -> dict[str, Any]:
     """Return arguments of torch.compile that give a model a larger limit on the number of graphs.
 
     Dynamo counts graphs per code object, and transformers wraps the forward of every model in the
-    same decorator. So the graphs of all models count, and models of one class use the same graphs.
-    With `shared`, this stays so. Otherwise the model has its own graphs, and only these count.
-    Before torch 2.13 these arguments do not exist, so this function increases the limit of all
-    models instead.
+    same decorator. So the graphs of all models count towards one limit, and models of one class use
+    the same graphs. With `shared`, this stays so. Otherwise the model has its own graphs, and only
+    these count. Before torch 2.13, torch.compile does not have these arguments, so this function
+    increases the limit of all models instead.
     """
     from torch._dynamo import config
 

@@ -103,7 +103,8 @@ def _operations_to_cache() -> dict[str, str]:
     If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
     operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
     without dropout as random. The state of the random numbers is an argument of the compiled code,
-    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks it as cacheable.
+    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks this operation as
+    cacheable.
     """
     from torch._prims import rng_prims
 
@@ -159,7 +160,8 @@ def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
     Before Inductor first generates C++, it compiles and loads test programs for each set of vector
     instructions that the CPU has. Inductor tests one set after another, and then uses the best set.
     In this context, Inductor checks the next best set only if the check of the best one failed. The
-    check begins at once in a thread. If a setting asks for a certain set, Inductor checks all sets.
+    check begins at once in a thread. If a setting asks for a certain set, this context does not
+    apply: Inductor checks all sets.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -234,7 +236,7 @@ def let_be_saved(kind: type) -> None:
 
 
 def serialized(compiled: Compiled) -> bytes:
-    """Return a compiled callable as bytes, in the inner compiler's format for saving to disk."""
+    """Return a compiled callable as bytes, in AOTAutograd's format for saving to disk."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundled
 
     return Bundled.serialize_compile_artifacts(Bundled(compiled))
@@ -312,8 +314,11 @@ def record_artifact(name: str, content: Mapping[str, Any]) -> None:
 
 
 def loaded_artifacts() -> dict[str, Callable[[], Any]]:
-    """Return a dictionary of this package's artifacts that `torch.compiler.load_cache_artifacts`
-    has loaded, from the name of each artifact to a function that reads it."""
+    """Return the artifacts of this package that `torch.compiler.load_cache_artifacts` has loaded.
+
+    The keys of the dictionary are the names of the artifacts. Each value is a function that reads
+    one artifact.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     def read(path: Path) -> Any:

@@ -37,8 +37,9 @@ def known_number(value: Any) -> int | float | None:
     """Return a number unchanged; for a graph node whose value is a symbol, return the symbol's
     current number.
 
-    The function adds no guard. Such nodes exist because with `dynamic=True`, Dynamo turns numbers
-    of a config into symbols. If the symbol is a tensor's size, the function returns None.
+    The function adds no guard. A node's value may be a symbol, because with `dynamic=True` Dynamo
+    turns numbers of a config into symbols. If the symbol is a tensor's size, the function returns
+    None.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value

@@ -233,7 +233,8 @@ def fake_mode(outside: Callable[..., Any], *, has_addresses: bool = True) -> Any
 
 
 def is_aligned(tensor: torch.Tensor, to: int = 16) -> bool:
-    """Return whether a tensor's address is a multiple of 16 bytes, or True for a fake tensor."""
+    """Return whether a tensor's address is a multiple of `to` bytes; for a fake tensor, check its
+    offset in its memory instead."""
     if is_fake(tensor):
         return tensor.storage_offset() * tensor.element_size() % to == 0
     return tensor.data_ptr() % to == 0
@@ -272,8 +273,8 @@ def is_drawn(op: Any) -> bool:
 
 
 def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Count all references to the only tensor in a list: references to its memory, to its C++
-    tensor and to its Python object.
+    """Return four counts for the only tensor in a list: the references to its memory, to its C++
+    tensor, to its Python object, and to its memory's Python object.
 
     Apart from the list, no variable of the caller may refer to the tensor. For a tensor without any
     other reference, the count is `SOLE_OWNER`.

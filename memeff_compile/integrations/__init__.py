@@ -7,8 +7,8 @@ backend.
     plugins: [memeff_compile.integrations.axolotl.MemeffPlugin]           # Axolotl's YAML
     --override.imports memeff_compile.integrations.torchtitan.fused_loss  # torchtitan
 
-The module `integrations.trl` lets the backend compute the loss of TRL's trainers; `MemeffCallback`
-calls it. `import memeff_compile` does not import this folder. Each module of this folder imports
-its framework. If the framework is missing or too old, the module raises ImportError and names the
-required version.
+The function `hand_over_head` in `integrations.trl` lets the backend compute the loss of TRL's
+trainers. The `MemeffCallback` in `integrations.transformers` calls this function. `import
+memeff_compile` does not import this folder. Each module of this folder imports its framework. If
+the framework is missing or too old, the module raises ImportError and names the required version.
 """

@@ -33,7 +33,8 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         fullgraph: As in `torch.compile`.
         use_regional_compilation: Compile the repeated blocks and the rest of the model separately,
             which shortens compilation. With this setting, the output projection is in a separate
-            graph, and the loss is computed from deferred logits, outside of the graphs.
+            graph, which returns deferred logits (computed only on first use). The loss is computed
+            from the deferred logits, outside of the graphs.
         **settings: Options of memeff_compile by keyword.
 
     Raises:
@@ -62,8 +63,9 @@ class MemeffPlugin(TorchDynamoPlugin):  # type: ignore[misc]
         self.use_regional_compilation = use_regional_compilation
 
     def __post_init__(self) -> None:
-        """Do nothing. In accelerate's class, this method turns names of settings into objects;
-        here, the settings are objects already.
+        """Do nothing, because `__init__` sets every setting. In accelerate's class, this method
+        reads missing settings from environment variables, and turns the backend's name into an enum
+        member.
         """
 
     def to_dict(self) -> dict[str, Any]:

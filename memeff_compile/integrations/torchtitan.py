@@ -66,8 +66,10 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the scaled loss from the decoder's hidden states; return the loss and an empty
-        set of metrics.
+        """Compute the loss from the decoder's hidden states; return the loss and an empty set of
+        metrics.
+
+        If `global_valid_tokens` is given, the loss is divided by this number.
         """
         if not self._is_prepared:
             self._prepare(pred, labels)

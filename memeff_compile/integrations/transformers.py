@@ -34,14 +34,14 @@ class MemeffCallback(TrainerCallback):
     `MemeffCallback(logits="eager")`. The options are checked when you create the callback.
 
     The Trainer calls the callback at the end of its own constructor, so that `evaluate()` and
-    `predict()` run compiled even without an earlier `train()`. The Trainer calls the callback
-    again when training begins. At that time, the callback compiles everything that did not exist
-    before:
+    `predict()` run compiled even without an earlier `train()`. The Trainer calls the callback again
+    when training begins. At that time, the callback compiles everything that it could not compile
+    earlier:
 
     - a model from `model_init`;
     - layers that FSDP2 has sharded since the Trainer was created;
     - the reference model of a TRL trainer;
-    - the whole model, if the callback was added by `add_callback` later.
+    - the whole model, if you added the callback by `add_callback` after the Trainer was created.
 
     A model that is already compiled is not changed. Compilation happens at the first call of the
     model. So the compiled code includes all changes that accelerate, PEFT or TRL make to

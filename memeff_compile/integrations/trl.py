@@ -127,7 +127,8 @@ def statistics(
         chunk_size: The number of classes per chunk in TRL's function; the backend ignores it.
         softcap: The softcap of the logits, applied before the temperature.
         scale: The factor of the logits, applied before the softcap.
-        outputs: Which of the results after the log-probability to compute; the others are None.
+        outputs: The names of the optional results to compute. The log-probability is always
+            computed; each other result is None unless it is named here.
 
     Returns:
         For each row: log-probability of its target, entropy, log of the sum of squared

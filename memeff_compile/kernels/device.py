@@ -26,8 +26,9 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The planned device, for which implementations are chosen instead of for the tensors' device,
-    and its kind of GPU.
+    """The planned device and its kind of GPU.
+
+    Implementations are chosen for the planned device, not for the device of the tensors.
     """
 
     device: torch.device

@@ -34,14 +34,21 @@ class Mark:
 
 
 def is_updated_in_backward(parameter: Tensor | None) -> bool:
-    """Return whether an active `optim_in_backward` updates a parameter."""
+    """Return whether `optim_in_backward` updates a parameter during the backward pass.
+
+    `optim_in_backward` is a function of this package that gives each parameter a hook. The hook
+    runs the optimizer step as soon as the parameter's gradient exists.
+    """
     mark = getattr(parameter, "updated_in_backward", None)
     return isinstance(mark, Mark) and mark.owner == id(parameter)
 
 
 def announce(parameters: Sequence[Tensor]) -> None:
-    """Announce that all gradients of the given parameters exist, and that the parameters' hooks are
-    about to run."""
+    """Tell `optim_in_backward` that all gradients of the given parameters exist.
+
+    The hooks that update these parameters are about to run. So `optim_in_backward` can update
+    several parameters in one kernel launch.
+    """
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:
         mark = getattr(parameter, "updated_in_backward", None)

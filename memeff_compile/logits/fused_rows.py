@@ -1,5 +1,8 @@
-"""Compute results per row (token) of deferred logits with the fused op, for losses outside the
-graph.
+"""Compute numbers per row (token) of deferred logits, such as the log-sum-exp, for losses outside
+the graph.
+
+The op `memeff::linear_cross_entropy` (the fused loss op) computes these numbers without building
+the logits.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that
 turns them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the
@@ -54,7 +57,7 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Return the steps that compute logits as arguments of the fused loss op.
+    """Convert the steps that compute logits into arguments of the fused loss op.
 
     If the op has no such arguments, return a sentence that says why."""
     names = [name for name, _ in recipe.steps]
@@ -183,9 +186,10 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Compute the logits of these rows by the steps of `recipe`.
+        """Run the steps of `recipe` on these rows, and return the result.
 
-        `recipe` contains all steps that compute these logits, or only the first few of them.
+        `recipe` contains all steps of the rows' own recipe, or only its first steps. With only the
+        first steps, the result is an intermediate value, such as the logits before the log-softmax.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -386,8 +390,10 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities; only the gradient of a sum over the classes
-        can be multiplied.
+        """Multiply the gradient by the probabilities.
+
+        The gradient must be that of a sum over the classes: its fields `nll`, `lse` and `plogp` are
+        None.
         """
         return replace(self, total=None, lse=self.total)
 

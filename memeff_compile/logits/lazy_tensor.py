@@ -99,7 +99,7 @@ class LazyTensor(torch.Tensor):
         """Return a plain tensor with the same values, a leaf of the autograd graph if `self` is a
         leaf.
 
-        If code calls an operation on the returned tensor, PyTorch raises its usual errors. An
+        If an operation is not allowed on the returned tensor, PyTorch raises its usual error. An
         example is `numpy()` on a tensor that requires a gradient.
         """
         plain = (self._memory() if shared else self._values()).detach()
@@ -170,7 +170,9 @@ class LazyTensor(torch.Tensor):
 
 
 def _sent(to: str, name: str) -> Callable[..., Any]:
-    """Return a method that calls the method `name` of the plain tensor that `to` returns."""
+    """Return a method that first calls the method named `to`, which returns a plain tensor.
+
+    Then it calls the method `name` of this plain tensor."""
 
     def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(getattr(self, to)(), name)(*args, **kwargs)

@@ -184,7 +184,7 @@ class Memory:
     def _is_less_work(self, view: Part) -> bool:
         """Return whether computing only the rows of `view` is cheaper than computing all rows.
 
-        The answer depends on how many rows were already computed one view at a time.
+        The answer depends on how many rows earlier reads of single views have computed.
         """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows

@@ -1,8 +1,8 @@
 # ruff: noqa: ANN401  (the functions of PyTorch take and return anything)
 """Losses that user code computes outside of the compiled graph from deferred logits.
 
-Deferred logits are computed when they are first read. The fused op computes these losses without
-the logits.
+Deferred logits are computed when they are first read. The op `memeff::linear_cross_entropy`
+computes losses such as the following without building the logits:
 
     loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
 
@@ -11,12 +11,13 @@ handler returns the function's result, which `memeff::linear_cross_entropy` comp
 states and the output projection. If a handler declines a call, PyTorch's function runs on the
 computed logits.
 
-`_Rows` is the autograd function that turns logits into a few numbers per row (token). The
-backward pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a
-few numbers per row). Autograd passes this form back through views, casts and scales of the logits.
-So hooks, `retain_grad` and `torch.autograd.grad` see the autograd graph of eager PyTorch, and
-code that reads the gradient gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred
-too. Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
+`_Rows` is the autograd function that turns logits into a few numbers per row (token). The backward
+pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
+row). Autograd passes this form back through views, casts and scales of the logits. The autograd
+graph of the logits is the same as in eager PyTorch. If a hook, `retain_grad` or
+`torch.autograd.grad` reads the gradient, it gets a dense tensor. Log-probabilities (`_LogSoftmax`)
+are deferred too. Log-probabilities that code only gathers, sums or passes to `nll_loss` are never
+computed.
 """
 
 from __future__ import annotations
@@ -339,10 +340,12 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the data that a backward pass needs for `view`, another set of logits of the same
-        output projection.
+        """Return the data that a backward pass needs for `view`.
 
-        Both sets of logits use the same saved tensors, and autograd frees these tensors after the
+        `self` is this data for another deferred tensor with the same hidden states and output
+        projection.
+
+        Both deferred tensors use the same saved tensors, and autograd frees these tensors after the
         first backward pass.
         """
         return self._replace(
@@ -373,8 +376,9 @@ class _Kept(NamedTuple):
         return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
-        """Return the logits of the forward pass as a plain tensor, which is a view of the deferred
-        logits.
+        """Compute the logits of the forward pass, and return them as a plain tensor.
+
+        The gradient of this plain tensor flows to the deferred logits.
         """
         if self.view is None:
             raise DoubleBackwardError(
@@ -419,8 +423,10 @@ def _written_by(view: Any) -> Any:
 
 
 class Declined(Exception):
-    """The exception that a handler raises for a call that PyTorch's own function must run. It
-    contains the reason, which the report shows, or ""."""
+    """The exception that a handler raises for a call that PyTorch's own function must run.
+
+    The exception contains the reason, which the report of the compilation shows. The reason is ""
+    if there is nothing to report."""
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -563,9 +569,10 @@ def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
     Such gradients take as much memory as the hidden states and the weight together. So the forward
-    pass computes gradients only for a loss of more than half of the rows. If an earlier training
-    step had a second loss of the same logits, the forward pass computes no gradients. A second loss
-    would compute the logits again.
+    pass computes gradients only for a loss of more than half of the rows. The forward pass computes
+    no gradients if an earlier training step computed two losses from its logits. One backward pass
+    over the logits can compute the gradients of both losses. If the first loss computes gradients
+    in its forward pass, the second loss has to compute the logits once more.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

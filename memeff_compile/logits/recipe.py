@@ -100,13 +100,15 @@ class LogitsRecipe:
     The steps are:
 
     - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
-    - ("bias", None), which adds the next tensor of `vectors`. If this addition changes the dtype
-      of the logits, the step is ("bias", new dtype) instead.
+    - ("bias", None), which adds the first tensor of `vectors` that no earlier step has used.
+      `vectors` is an argument of the method `logits`. If this addition changes the dtype of the
+      logits, the step is ("bias", new dtype) instead.
     - ("adapter", Adapter), only before all other steps, with the next two vectors as A and B;
     - ("classes", (start, stop, count)), which selects the classes from `start` up to, not
       including, `stop`. `count` is the number of classes before this step.
-    - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). Only code
-      outside of the graph adds these three steps.
+    - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). These three
+      steps appear only if code outside of the compiled graph calls such a function on deferred
+      logits.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))

@@ -8,9 +8,9 @@ running them. Any other operation runs on the dense gradient, as in eager PyTorc
 of deferred logits (logits that are computed when first read) uses only the rows that a
 `RowGradient` contains.
 
-A loss of deferred logits outside of the graph also has a `RowGradient` as its gradient. This
-gradient contains `FusedRows`, a few numbers per row. From these, the backward pass of the
-deferred logits computes the gradients of hidden states and weight.
+Code outside of the compiled graph may compute a loss from deferred logits. Then the gradient of
+these logits is a `RowGradient` too. This gradient contains `FusedRows`, a few numbers per row. From
+these, the backward pass of the deferred logits computes the gradients of hidden states and weight.
 """
 
 from __future__ import annotations
@@ -292,9 +292,9 @@ def _index_add(
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Return how many dimensions there are from the first dimension to the last one that has an
-    advanced index.
-    """
+    """Return the number of the last dimension that has an advanced index, counted from 1.
+
+    Return 0 if no dimension has an advanced index."""
     place = covered = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -402,8 +402,11 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Join several gradients into one if all have the compact form `FusedRows` and the same kind of
-    values; otherwise keep them as separate summands.
+    """Join several gradients into one `RowGradient`; return None if one of them is no
+    `RowGradient`.
+
+    If `FusedRows.joined` can join the gradients, the result contains one `FusedRows`. Otherwise the
+    result contains the gradients as separate summands.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -37,9 +37,11 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """While this context is active, the report lists computed logits under the given name of an op.
+    """While this context is active, the report of the compilation lists computed logits under
+    `reason`.
 
-    If contexts are nested, the report shows the name that the outermost context set.
+    `reason` is usually the name of the op that reads the logits. If contexts are nested, the report
+    shows the name that the outermost context set.
     """
     _reading.append(reason)
     try:
@@ -133,8 +135,10 @@ class LogitsSource:
 
     @compat.untraced
     def record_gradients_of(self, results: Iterable[Any]) -> None:
-        """Let the report list the latest reader as a loss, once a backward pass goes through its
-        results."""
+        """Let the report list an op as a loss once a backward pass goes through one of `results`.
+
+        The op is the one that read the logits last.
+        """
         use, reason = self.use, self.read_by
         if use is not None and reason and not use.has_gradient(reason):
             line = compat.users_line()

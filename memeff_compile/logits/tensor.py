@@ -8,16 +8,16 @@ the logits gets the same values and gradients as in eager PyTorch.
 
 The design, from the outermost object to the innermost:
 
-* `attach.attach` replaces outputs of a graph by these tensors. `attach.defer` creates one
-  tensor with an autograd function.
-* `DeferredLogits` is the class of these tensors, a wrapper subclass. The table `_LAZY` lists
-  views, and other operations that do not change the vocabulary dimension. These operations return
-  another `DeferredLogits`. Every other operation computes the values and returns a plain tensor.
-  Operations on `DeferredLogits` run below autograd (after autograd has recorded them). So
-  autograd's graph, the views and the version counters are the same as in eager PyTorch. Some views,
-  such as a diagonal, do not consist of whole rows (all classes of some tokens). Such views are
-  `DeferredLogits` too, so that every write is detected. `_ABOVE_AUTOGRAD` lists the functions
-  that must be handled before autograd records them.
+* `attach.attach` replaces outputs of a graph by objects of the class `DeferredLogits`.
+  `attach.defer` creates one such object by calling an autograd function.
+* `DeferredLogits` is the class of deferred logits, a wrapper subclass of `torch.Tensor`. The table
+  `_LAZY` lists views, and other operations that do not change the vocabulary dimension. These
+  operations return another `DeferredLogits`. Every other operation computes the values and returns
+  a plain tensor. Operations on `DeferredLogits` run below autograd (after autograd has recorded
+  them). So autograd's graph, the views and the version counters are the same as in eager PyTorch.
+  Some views, such as a diagonal, do not consist of whole rows (all classes of some tokens). Such
+  views are `DeferredLogits` too, so that every write is detected. `_ABOVE_AUTOGRAD` lists the
+  functions that must be handled before autograd records them.
 * `Memory` represents the memory that eager PyTorch would allocate. The logits and all their views
   share one `Memory`. Each copy or cast of the logits has a `Memory` for itself.
 * `LogitsSource` contains the hidden states and the output projection, and detects whether they
@@ -95,7 +95,10 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return the deferred tensor that covers a whole `Memory`, in the given shape."""
+        """Return a deferred tensor with all elements of `memory`, in the given shape.
+
+        `memory` represents the memory that eager PyTorch would allocate for the logits.
+        """
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
         return cls(memory, rows, tuple(shape), strides, 0)
@@ -133,8 +136,8 @@ class DeferredLogits(LazyTensor):
         """Return an ordinary tensor that autograd treats as a view of the deferred tensor, for
         reading only.
 
-        PyTorch requests a plain view with the argument `implicit`; every other view of deferred
-        logits is a `DeferredLogits`.
+        This method calls `expand` with the argument `implicit=True`, and gets a plain tensor. Every
+        other view of deferred logits is a `DeferredLogits`.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
@@ -222,7 +225,7 @@ class DeferredLogits(LazyTensor):
             return None
 
     def _geometry(self) -> Tensor:
-        """Return a meta tensor that has the same position in its memory as the deferred tensor."""
+        """Return a meta tensor with the shape, strides and offset of the deferred tensor."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
         return memory.as_strided(*self.place)
 
@@ -462,8 +465,9 @@ def _copy(
 ) -> DeferredLogits | None:
     """Return a new deferred tensor whose values are `function` applied to the values of `view`.
 
-    The steps in `recipe` compute the same new values from hidden states. Return None if the
-    values of `view` may differ from logits that are computed now.
+    The steps in `recipe` compute the same new values from hidden states. Return None if the values
+    of `view` may differ from logits computed at the time of this call. For example, an optimizer
+    step may have changed the weight.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
@@ -568,8 +572,10 @@ def _function(
 
 
 def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSource]:
-    """Return the sources of those arguments that need a gradient, and forget who read them
-    before."""
+    """Return the `LogitsSource` of each deferred argument that needs a gradient.
+
+    Also delete the record (`read_by`) of the op that last read the logits of this source.
+    """
     if not torch.is_grad_enabled():
         return []
     views = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DeferredLogits)]
@@ -582,8 +588,8 @@ def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSourc
 def _record_gradients(sources: Sequence[LogitsSource], result: Any) -> None:
     """Let the report list a function as a loss once a backward pass goes through its result.
 
-    A function that reads logits for a metric needs no gradient: only the backward pass shows
-    whether its result is a part of a loss.
+    Functions that compute a metric read logits too. Only a backward pass shows whether the result
+    of a function is a part of a loss.
     """
     leaves = pytree.tree_leaves(result) if sources else []
     results = [leaf for leaf in leaves if not isinstance(leaf, DeferredLogits)]
@@ -644,8 +650,8 @@ def _data(func: Any, view: DeferredLogits) -> Tensor:
     deferred logits to the `.data` of another tensor. The other tensor then uses the memory of the
     deferred logits.
 
-    As in eager PyTorch, `.data` is not a view for autograd. If code writes a value that requires
-    a gradient to `logits.data`, then `logits.data` requires a gradient, and `logits` does
+    As in eager PyTorch, `.data` is not a view for autograd. Code may change `logits.data` in place,
+    with a value that requires a gradient. Then `logits.data` requires a gradient, and `logits` does
     not.
     """
     data: DeferredLogits = func(view)

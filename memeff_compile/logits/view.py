@@ -1,5 +1,7 @@
-"""The interface of deferred logits that losses outside of the graph use; the class is in
-`tensor`."""
+"""The interface through which losses outside of the compiled graph use deferred logits.
+
+The class `DeferredLogits` in `tensor` implements this interface.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Functions that change whole models.
 
-A user calls them explicitly, because `torch.compile` must not free the user's tensors. The
+Some of these functions free tensors of the model, such as weights that they replace.
+`torch.compile` must not free the user's tensors, so a user calls these functions explicitly. The
 functions change a model, or create an object for it, such as a cache, and may run kernels. The
 functions do not depend on graphs and passes, and passes do not depend on the functions. A name is
 imported only when code first uses it. transformers imports `ternary.pretrained` early, together

@@ -111,7 +111,7 @@ def use_low_bit_heads_(
         key_value: the number of bits of keys and values.
         first: the number of first tokens of a sequence whose keys and values have `first_bits`
             bits. First tokens are counted from position 0, so pad on the right.
-        first_bits: the number of bits of the first tokens.
+        first_bits: the number of bits of the keys and values of these first tokens.
 
     Returns:
         An object that undoes the change: call it, or use it as a context manager.

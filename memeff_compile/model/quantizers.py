@@ -1,9 +1,9 @@
 """Register this package's quantizer as soon as transformers loads its own quantizers.
 
-`from_pretrained` finds a quantizer in a table of transformers. That table needs an entry for this
-package, but importing this package must not import transformers. So this module adds the entry
-immediately if transformers is already imported, otherwise as soon as transformers creates the
-table.
+The transformers library keeps a table of quantizers, in which `from_pretrained` looks them up. That
+table needs an entry for this package, but importing this package must not import transformers. So
+this module adds the entry immediately if transformers is already imported, otherwise as soon as
+transformers creates the table.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Watch(TorchFunctionMode):
-    """An observer that passes the arguments and the result of every attention call to a function.
+    """An observer that calls a given function after every call of scaled_dot_product_attention.
 
-    A tensor that the function returns replaces the result of the attention call.
+    The given function gets the result and the arguments of the attention call. A tensor that the
+    given function returns replaces the result of the attention call.
     """
 
     def __init__(self, seen: Callable[..., object]) -> None:

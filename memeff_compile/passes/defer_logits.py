@@ -3,8 +3,8 @@
 Deferred logits are computed when they are first read. Two passes use this module. The pass
 `fuse_linear_cross_entropy` uses the module for logits that a model returns together with its
 loss. The pass in this file uses the module for the logits of a training graph without a loss. User
-code then computes the loss from deferred logits outside of the graph, and the fused op computes
-this loss (`memeff_compile/logits/outside_loss.py`).
+code then calls a loss function on the deferred logits outside of the graph. In this call, the fused
+op computes the loss (`memeff_compile/logits/outside_loss.py`).
 
 A Hugging Face model returns its logits together with the loss. If the graph returned ordinary
 logits, they would stay in memory. Because they require a gradient, the backward pass would also add
@@ -13,9 +13,12 @@ instead, and the backend makes deferred logits from them. `out.logits` has the u
 and gradient, but its values are computed only when code reads them.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
-    after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
+    after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h
 
-Without a loss: logits = linear(h, W); return logits   ->   return h   (+ a plan)
+The same rewrite of a graph without a loss:
+
+    before: logits = linear(h, W);  return logits
+    after:  return h
 
 Logits are not deferred in these cases:
 
@@ -32,7 +35,7 @@ Logits without a loss are also not deferred in these cases:
   do;
 - a graph break follows.
 
-The report names the reason.
+If the pass declines to defer logits, the report names the reason.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ W is a `CodedWeight`, which `memeff_compile.compress_` puts in place of a dense 
 this pass, each linear layer would decode W. Autograd would keep every layer's decoded weight for
 the backward pass, so compression would save no memory. The op memeff::coded_weight_linear saves the
 compressed weight, and its backward pass decodes the weight again. The pass runs before autograd
-traces the graph, inside activation checkpoints too.
+traces the graph. It also rewrites the linear layers inside activation checkpoints.
 
 In inference, two or three linear layers with the same input, such as those of queries, keys and
 values, become a single op. This op launches only one kernel if the input is one token:
@@ -18,7 +18,7 @@ values, become a single op. This op launches only one kernel if the input is one
 
 If another operation (such as an embedding or an explicit matrix product) reads a compressed weight,
 the weight is decoded before the operation. The result is correct, but the decoded weight takes
-memory. The report names the operation.
+memory. The report names the operation that reads the weight.
 """
 
 from __future__ import annotations

@@ -11,17 +11,18 @@ The op builds no N x V logits.
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-A match of the first kind (first example) computes one number per row (token). The number compares
-the softmax of a student's output projection with a teacher's softmax. The teacher's logits come
-from another output projection of this graph, or exist already as a tensor.
-`losses/divergences.py` recognises the different ways to write such a divergence. If the rest of
-the graph only masks, scales and sums a divergence's numbers, the fused op returns the sum and its
-gradients. The op then needs four matrix products in all. Otherwise the backward pass computes the
-logits again.
+The pass finds two kinds of matches. The first kind is a divergence, such as the `kl_div` above. A
+divergence has one number per row (token). The number compares the softmax of a student's output
+projection with a teacher's softmax. The teacher's logits come from another output projection of
+this graph, or exist already as a tensor. `losses/divergences.py` recognises the different ways to
+write such a divergence. If the graph only masks, scales and sums a divergence's numbers, the fused
+op returns the sum and its gradients. The op then needs four matrix products in all. If the graph
+does anything else with these numbers, the backward pass computes the logits again. The backward
+pass also computes them again for fp16 and inside activation checkpoints.
 
-A match of the second kind (second example) reads the log-probabilities of k classes per row
-(`losses/classes.py`). A teacher often provides only its k most likely classes. The rest of such a
-loss stays in the graph and uses these k numbers.
+The second kind of match (second example) reads the log-probabilities of k classes per row
+(`losses/classes.py`). A teacher often provides only its k most likely classes. The nodes that
+compute a loss from the k log-probabilities stay in the graph.
 
 The pass declines if one of these conditions holds:
 
@@ -231,7 +232,7 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Return a Decline if a node is a divergence of an output projection's log-probabilities that
+    """Yield a Decline if a `kl_div` reads an output projection's log-probabilities in a form that
     the pass does not recognise."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]

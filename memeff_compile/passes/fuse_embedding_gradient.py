@@ -280,9 +280,10 @@ def _heads_of_all(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
     """Return the nodes after `last` through which fused output projections use `weight`.
 
-    Such a node is the fused loss op, a cast, or a slice of the classes. Casts of the table to a
-    narrower dtype are not included. With them, the gradient would be stored in the table's wider
-    dtype during the whole backward pass.
+    Such a node is the fused loss op itself, or a cast or slice that only fused loss ops read. A
+    slice takes the weight's rows of some classes. Casts of the table to a narrower dtype are not
+    included. With them, the gradient would be stored in the table's wider dtype during the whole
+    backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]
@@ -371,10 +372,10 @@ def _unserved_layout(weight: torch.Tensor, ids: torch.Tensor, match: Table) -> D
 
 
 def _reads_sums(user: Node) -> bool:
-    """Return whether a node that reads looked-up rows, which may be partial sums on each rank,
-    first adds them up over the ranks.
+    """Return whether the node `user` adds up looked-up rows over the ranks.
 
-    If the node adds them up, every rank gets the complete rows.
+    Before the addition, the rows on one rank may be partial sums. After the addition, every rank
+    has the complete rows.
     """
     if node_name(user) in _MOVES:
         return True

@@ -8,7 +8,7 @@ The op never builds the N x V logits.
             return loss, logits
     after:  nll, lse, *_ = memeff.linear_cross_entropy(h, W, y)
             loss = nll.sum() / (y != -100).sum()
-            return loss, h                                      (logits deferred)
+            return loss, h       (the logits are computed from h if code reads them)
 
 If the output projection has a LoRA adapter, the fused op takes the adapter's low-rank matrices as
 arguments.
@@ -28,11 +28,11 @@ PyTorch.
 The pass declines if one of these conditions holds:
 
 - the targets are class probabilities;
-- other nodes of the graph use the logits;
+- a node that the fused op does not support uses the logits;
 - a node writes to the logits or to an operand in place before the loss;
 - some losses of the logits have gradients and others do not;
 - the weight is an integer tensor or a tensor subclass;
-- a scale is a tensor;
+- each class of the logits is multiplied by a different number;
 - the output projection is in another graph.
 
 The page docs/passes/fuse-linear-cross-entropy.md lists the report's code for each reason to

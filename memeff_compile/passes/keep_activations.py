@@ -2,16 +2,17 @@
 
 The option memeff.recompute determines which results the checkpoints may save.
 
-    before: checkpoint(block): the backward pass computes the whole block again
-    after: checkpoint(block), which saves results of attention (and of linear layers, up to a
-        number of bytes)
+- Before: the backward pass recomputes the whole block of `checkpoint(block)`.
+- After: `checkpoint(block)` saves results of attention, and the backward pass recomputes the rest.
+  The checkpoint may also save results of linear layers, up to a number of bytes.
 
 The pass changes neither results nor nodes: it gives the checkpoint a policy, like the argument
 `context_fn` of `torch.utils.checkpoint`. The checkpoint then saves results of fused attention
-(with their log-sum-exps) and of linear layers. Everything else is recomputed as before. At times
-the backward pass reads a linear layer's result only after further linear steps, such as the rotary
-embedding of queries and keys. The checkpoint then saves the result of these steps instead. That
-result has the same size, and saving it spares the backward pass more work.
+(with their log-sum-exps) and of linear layers. Everything else is recomputed as before. The
+backward pass may read values that linear steps, such as the rotary embedding, compute from a
+linear layer's result. If the backward pass does not read the result itself, the checkpoint saves
+the values of the linear steps instead. These values must not be larger than the result. The
+backward pass then does not recompute the linear steps either.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
 per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's
@@ -308,9 +309,10 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops that read a node's values, also through ops that only move data.
+    """Return the ops whose backward pass may read the values that `node` gets.
 
-    If the node itself does more than move data, return its own op.
+    Usually this is only the node's own op. The backward pass of a reshape or an addition reads no
+    operand. For such a node (an op in `_PASSED_ON`), return the ops of its users instead.
     """
     found: list[Any] = []
     ways, seen = [node], {node}
@@ -326,8 +328,9 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the earlier node whose values `node` contains, only moved, or cast to another dtype
-    and back.
+    """Return the earliest node, from `linear` on, that has the same values as `node`.
+
+    The nodes between them only move values, or cast values without a change of dtype.
     """
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]

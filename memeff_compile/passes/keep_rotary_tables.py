@@ -121,7 +121,9 @@ def _table(info: GraphInfo, wave: Node) -> Node | None:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Return the users of a node, except the graph's output, which stays unchanged."""
+    """Return the nodes that read `node`, without the graph's output node.
+
+    The pass does not change the output node."""
     return [user for user in node.users if user.op != "output"]
 
 

@@ -339,8 +339,9 @@ def _not_faster(node: Node, why: str) -> Decline:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
-    """Insert the low-bit call in the dtype in which the original call computes; return its
-    result."""
+    """Cast the operands to the dtype of the original call's result, and insert the low-bit call.
+
+    Return the node with the result of the low-bit call."""
     dtype = info.value(site.node).dtype
     operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
     operands += site.asked.tables

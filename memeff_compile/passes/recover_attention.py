@@ -7,10 +7,10 @@ PyTorch uses faster kernels for these calls.
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-The pass does not match the nodes of a mask against patterns. The pass turns these nodes into a
-formula over batch, query and key index (mask_reader, mask_algebra, mask_forms). A call is changed
-only if every query attends to the same keys with the new arguments as with the mask. This must be
-proved for all sizes for which the graph is compiled.
+The pass does not match the nodes of a mask against patterns. Instead, the modules `mask_reader`,
+`mask_algebra` and `mask_forms` turn these nodes into a formula over batch, query and key index. A
+call is changed only if every query attends to the same keys with the new arguments as with the
+mask. This must be proved for all sizes for which the graph is compiled.
 
 PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. The values of
 some masks are known only at run time. In these cases, the pass calls memeff::attention, if that op
@@ -59,8 +59,10 @@ class Plan:
 
 @dataclass
 class Match:
-    """Attention calls that are rewritten with the same description in the report, or that are not
-    rewritten for the same reason."""
+    """Attention calls that share one entry of the report.
+
+    The entry describes the rewrite of these calls, or gives the reason why the pass leaves them
+    unchanged."""
 
     nodes: list[Node] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -281,8 +283,10 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 def _read_mask(
     info: GraphInfo, node: Node, shape: tuple[Any, ...], *, is_folded: bool
 ) -> Mask | None:
-    """Return the condition that a mask expresses; for scores with three axes, return the condition
-    for one head."""
+    """Return the condition under which a mask lets a query attend to a key.
+
+    If `is_folded` is set, the mask has three axes: batch (with one head), queries and keys. The
+    returned condition uses the four axes of attention calls, which include heads."""
     if not is_folded:
         return reader_of(info).mask(node, shape)
     mask = reader_of(info).mask(node, (shape[0], *shape[2:]))
@@ -372,8 +376,9 @@ _COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand, Node] | None:
-    """If an operand is another node with repeated heads, return that node and the first node of the
-    repetition, otherwise return None.
+    """If an operand was computed by repeating the heads of another node, return that other node.
+
+    Also return the first node of the repetition. For any other operand, return None.
     """
     if operand.unexpanded is not None and site.product is not None:
         return operand.unexpanded, site.product  # the product repeats it by broadcasting

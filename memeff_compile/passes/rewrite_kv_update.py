@@ -8,12 +8,12 @@ This op reads only the filled part of the cache.
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The pass keeps the in-place writes to the cache, in their order. `last` is the last key that a
-query may attend to, so for every boolean mask the result equals attention over the whole cache. If
-the mask compares key indices with the positions of the queries, `last` has these positions, which
-stay on the device. The mask is then removed. Any other boolean mask, such as the one that
-generate() builds outside of the graph, is passed to memeff::kv_cache_attention. In this case,
-`last` is computed from the mask once per forward pass.
+The pass keeps the in-place writes to the cache, in their order. `last` contains, for each query,
+the index of the last key that the query may attend to. So for every boolean mask the result equals
+attention over the whole cache. If the mask compares key indices with the positions of the queries,
+`last` is computed from these positions on the device. The mask is then removed. Any other boolean
+mask, such as the one that generate() builds outside of the graph, is passed to
+memeff::kv_cache_attention. In this case, `last` is computed from the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -325,8 +325,10 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 
 
 def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
-    """Return the node that computes `last` for the mask's queries, once for all users of the
-    mask.
+    """Return the node that computes, from a mask, the last key that each query may attend to.
+
+    Attention calls that read the same mask share this node, if no node writes to the mask between
+    these calls.
     """
     end = info.positions[match.node]
     for user in mask.users:

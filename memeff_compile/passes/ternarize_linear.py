@@ -1,6 +1,6 @@
 """Rewrite linear layers with quantised inputs and a ternary weight into memeff::ternary_linear.
 
-The op multiplies packed codes with integer sums.
+The op multiplies the integer codes of input and weight, and adds up the products as integers.
 
     before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
             a = 1 / w.abs().mean().clamp(min=1e-5)
@@ -11,12 +11,12 @@ The op multiplies packed codes with integer sums.
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
 The codes of inputs and weights equal those that the model's own operations compute. The op
-memeff::ternary_linear sums the products of codes exactly, whereas a dense linear layer rounds both
-operands first. In training, memeff::ternary_linear saves the codes for the backward pass (two bits
-per weight and eight per input element) instead of two full tensors. The backward pass decodes the
-codes to the values that the model itself would multiply. Layers with the same input share the codes
-of that input. If no gradient is needed, the pass inserts a single op. That op replaces the three
-ops that quantise the input, pack the weight and multiply the two.
+memeff::ternary_linear sums the products of codes exactly. A dense linear layer first rounds both
+dequantised operands to the layer's dtype, such as bf16. In training, memeff::ternary_linear saves
+the codes for the backward pass (two bits per weight and eight per input element) instead of two
+full tensors. The backward pass decodes the codes to the values that the model itself would
+multiply. Layers with the same input share the codes of that input. If no gradient is needed, a
+single op quantises the input and multiplies the input by the packed weight.
 """
 
 from __future__ import annotations
@@ -366,10 +366,11 @@ def _unserved(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
-    """Insert one op for all linear layers of the group, before the first of them.
+    """Insert the ops that compute all linear layers of the group, before the first of them.
 
-    In training, the inserted ops are one quantisation of the input, one packing per weight, and one
-    product with gradients.
+    For each weight, one op packs the weight. In training, a second op quantises the input, and a
+    third op multiplies the input by all packed weights. Without gradients, a single op quantises
+    and multiplies the input.
     """
     first, weights = match.sites[0], [site.both[0] for site in match.sites]
     first_weight, tokens = first.both
@@ -402,8 +403,12 @@ def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) ->
 
 
 def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
-    """Return the nodes of the gate and up projections whose results the backward pass computes
-    again, as it does inside checkpoints.
+    """Return the activation functions that follow a gate and an up projection.
+
+    The caller makes the backward pass recompute the results of both projections and of these
+    functions. Return None if the group is no such pair of projections, or if `memeff.ternary_gate`
+    asks to keep the results. Inside a checkpoint, also return None, because the checkpoint
+    recomputes the results anyway.
     """
     if info.options.ternary_gate != "recompute" or info.parent is not None:
         return None
@@ -411,10 +416,10 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Return the operations before or after the given calls that the kernel of these calls can
+    """Return the given calls, with the operations before or after them that their kernel can
     include.
 
-    Calls without such operations are not included, because a rewrite would save nothing.
+    If the kernel can include no operation, the result contains only the calls.
     """
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)

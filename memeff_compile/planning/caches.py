@@ -120,14 +120,16 @@ def explain_cache(
         group: as for `KVCache`.
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name; with 16 bits, layers are merged but
-            not encoded.
-        weights: "dense", or a codec of `compress_`.
+        merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
+            low-bit codes. With 16 bits and `values_only`, layers are not merged.
+        weights: "dense", or the codec with which `compress_` compresses the weights, such as
+            "win4".
 
     Raises:
         ExplainError: the memory is not a size, or keys and values have no common head dimension.
             Also if the model's config lacks the number of layers or of key-value heads.
-        UnsupportedInputError: `KVCache` does not support a setting.
+        UnsupportedInputError: `KVCache` does not support the model, or one of the settings
+            `scheme`, `group`, `recent`, `keep_first` and `merge`.
 
     Example:
         >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP
@@ -340,8 +342,9 @@ def _mode(
 
 
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
-    """Return the bytes that one sequence needs for the rotations that align the values of merged
-    layers."""
+    """Return the bytes of the means and matrices that align the values of two merged layers.
+
+    The bytes are for one sequence. The layers merge only their values, not their keys."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 
@@ -350,7 +353,7 @@ def _per_pair(
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes that a pair of merged layers needs.
 
-    The first number is for each older token, the second for a whole cache of `tokens` tokens.
+    The first number is for one more token in the cache, the second for a cache of `tokens` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

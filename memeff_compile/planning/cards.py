@@ -4,8 +4,8 @@ run.
 The listed memory of each GPU is close to the size that PyTorch reports (`torch.cuda.mem_get_info`),
 which is slightly less than the advertised size. Rates (floating-point operations per second) are
 the manufacturers' figures for dense matrix products of bf16 operands that are summed in fp32. The
-commands print a rate and compute a lower bound of a step's time from it; no predicted memory
-depends on rates.
+reports of this package print a GPU's rate, but no prediction uses rates. `fit_serving` computes a
+lower bound of a decoding step's time from the GPU's memory bandwidth.
 """
 
 from __future__ import annotations

@@ -112,10 +112,10 @@ def explain(
 
 
 def honoured(options: Options) -> tuple[Options, str]:
-    """Split the options into those that change the captured graphs, and the codec of
-    `memeff.weights`.
+    """Return the options that change the captured graphs, and the codec of compressed weights.
 
-    Raise OptionError if an option has no effect on a memory plan.
+    The option `memeff.weights` names the codec, for example "win4". If it names none, the returned
+    codec is "dense". Raise OptionError if an option has no effect on a memory plan.
     """
     weights = options.weights if options.weights in BITS_PER_WEIGHT else "dense"
     options = replace(options, weights="exact") if weights != "dense" else options

@@ -1,5 +1,6 @@
-"""Draw the figure of a plan, in the style of figure 1 of arXiv 2411.09009, for the user's own
-model."""
+"""Draw the predicted memory of a training step of the user's model as bars.
+
+The style is that of figure 1 of arXiv 2411.09009."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def _compressed(
 ) -> Iterator[Kind]:
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    `write` lists the lines of user code that apply the setting, with one letter for each line.
-    The first letter of the codec replaces `{}` in `write`.
+    `write` contains one letter for each line of user code that applies the setting, such as
+    "c {} S m". `LINES` has the line for each letter. The first letter of the codec replaces `{}`.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -344,7 +344,10 @@ def fit(
 def _found(
     model: nn.Module, call: dict[str, Any], sizes: Sizes, rank: int, target: Target, said: Progress
 ) -> _Found:
-    """Capture the unchanged model, then the model with checkpointing, and with LoRA adapters."""
+    """Capture four forms of the model.
+
+    The first is the unchanged model, the second has checkpoints, and the third has checkpoints that
+    save attention. The fourth has LoRA adapters and checkpoints."""
     plain = Options()
 
     def take(options: Options) -> Any:  # a function that captures a model at sizes

@@ -145,7 +145,8 @@ def footprint(
 def _largest(replay: _Replay) -> tuple[Moment, ...]:
     """Return the moments at which memory is largest for at least one batch and length.
 
-    Two moments are compared only if decoded weights take the same number of bytes in both.
+    While compressed weights are used, a decoded copy of one weight needs memory. Two moments are
+    compared only if such copies take the same number of bytes in both.
     """
     scale = replay.scale
     every = [
@@ -305,8 +306,9 @@ class _Replay:
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
         """Yield the tensors that exist at a moment in the whole model.
 
-        A captured middle block represents several blocks. For a moment in such a block, yield the
-        tensors for the first and for the last of them.
+        A captured block from the middle of a list (neither first nor last) represents several
+        blocks of the same kind. For a moment in such a block, yield the tensors for the first and
+        for the last of the represented blocks.
         """
         phase, block, is_outside = place
         if block is None:
@@ -450,7 +452,7 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the op that is running, and False.
+        """Return the block of the running op, and whether the op is outside of blocks.
 
         For an op outside of blocks, return the block that ran last, and True.
         """

@@ -1,5 +1,4 @@
-"""Build the models that the command line explains, from a Hugging Face config or by a user's
-function."""
+"""Build the model whose memory is predicted, from a Hugging Face config or by a user's function."""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ class Plan:
         return (side.largest_batch or 0) * self.sizes.length * self.setting.gpus
 
     def heading(self) -> str:
-        """Return the model's name, the sizes and the setting in one line."""
+        """Return one line with the model's name, the batch size, the length and the setting.
+
+        The setting includes, for example, the number of GPUs and the optimizer."""
         given = self.setting
         where = "one GPU" if given.gpus == 1 else f"each of {given.gpus} GPUs"
         if self.ranks > 1:

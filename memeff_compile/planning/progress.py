@@ -1,4 +1,7 @@
-"""Show progress on stderr: one line that is overwritten, if stderr is a terminal."""
+"""Show progress on stderr.
+
+On a terminal, each step overwrites the line of the step before. If stderr is no terminal, progress
+is shown only if the caller asks for it, with one line per step."""
 
 from __future__ import annotations
 

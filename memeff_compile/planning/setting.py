@@ -266,8 +266,9 @@ def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment,
 
 
 def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
-    """Return the bytes in use at a moment of the step, split into the three groups of tensors that
-    the figure shows."""
+    """Return the bytes in use at a moment of the step, split into the groups of `GROUPS`.
+
+    These groups are weights, gradients, optimizer state, activations and logits."""
     return {
         group: sum(value_of(moment.parts.get(name, 0), batch, length) for name in names)
         for group, names in GROUPS.items()

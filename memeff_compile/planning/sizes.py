@@ -54,8 +54,9 @@ class Told:
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
         """Return a batch size and a length that differ from all constants of the model.
 
-        The length is about three quarters of the call's length. A length other than the call's
-        reveals sizes that grow in steps. A shorter length is within the model's position tables.
+        The length is about three quarters of the call's length. A model may round lengths up to
+        whole chunks. If the call's length is a whole number of chunks, only another length shows
+        the rounding. A shorter length is within the model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))

@@ -10,7 +10,8 @@ This module uses a simplified form of Inductor's rules:
   readers would recompute a long chain of ops.
 - Ops that read the same large buffer over the same elements are fused into one kernel, if no matrix
   product comes between them. So all results of this kernel exist at once.
-- Kernels run in graph order, each as early as its first node allows.
+- Kernels run in the order of their first nodes in the graph. But a kernel runs after the kernels
+  whose results it reads.
 - A buffer is freed after its last reader. A kernel may overwrite a buffer that only this kernel
   reads.
 - `a @ b + c` is one library call, at the position of the addition.
@@ -205,7 +206,9 @@ class Timeline:
         return node in self.stored and self.kind[node] in (*FUSIBLE, "library")
 
     def _readers(self) -> dict[Node, list[Node]]:
-        """Return, for each buffer, the kernel nodes and the graph outputs that read it."""
+        """Return, for each buffer, the nodes that read the buffer.
+
+        These are nodes that become a part of a kernel, and the graph's output node."""
         readers: dict[Node, list[Node]] = defaultdict(list)
         for node in self.nodes:
             read = self.reads[node] if self._has_kernel(node) else set()

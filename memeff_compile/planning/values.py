@@ -1,4 +1,4 @@
-"""Compute the values of fake tensors (which have no memory) if the values are known.
+"""Compute the values of fake tensors (which have no memory) from values that are known.
 
 A model's control flow may depend on these values. For example, a vision-language model reads the
 sizes of its images from a tensor and splits tensors by these sizes. If a result depends only on
@@ -23,7 +23,8 @@ MOST_BYTES = 1 << 26
 class Values:
     """The known values of some fake tensors.
 
-    A known value without axes is a real tensor with one number, not a fake tensor.
+    If a known result has no axes, the model gets a real tensor with one number. If a known result
+    has axes, the model gets a fake tensor, which has the known values in an attribute.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,9 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Return a fake tensor with the known values, or the real tensor if it has no axes."""
+            """Store the known values of a result and return the result as a fake tensor.
+
+            If the result has no axes, return its value as a real tensor instead."""
             value = next(made)
             if not compat.is_fake(fake):
                 return fake

@@ -222,10 +222,12 @@ class Comparison:
     def _compare_group(
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
-        """Run the original and the rewritten graph, and compare one group of their outputs.
-
-        The graphs run in the model's dtypes and in float64. Return the names of all groups of
+        """Run the original and the rewritten graph, and compare the gradients of one group of
         outputs.
+
+        The groups are outputs with one element, deferred logits, and other outputs. With the first
+        group, the values of all outputs are also compared. The graphs run in the model's dtypes and
+        in float64. Return the names of all groups, each with the indices of its outputs.
         """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
@@ -330,8 +332,10 @@ class Comparison:
         return _Trial(values, groups, asks, gradients, after, drew)
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-        """Return copies of the arguments that a graph may change, and the arguments that require a
-        gradient."""
+        """Return the arguments for a run, and the leaf tensors that get gradients in this run.
+
+        Tensors are copied, except parameters that no graph writes to and whose dtype does not
+        change. The second list has None for an argument without a gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):

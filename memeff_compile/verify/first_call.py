@@ -65,8 +65,10 @@ def verified(
 
 
 class _Verifier:
-    """The state of a verification: the object compares the original and the rewritten graph once,
-    and stores which of the two runs afterwards.
+    """The state of a verification.
+
+    The object compares the original and the rewritten graph once, and stores which of these graphs
+    later calls use.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and its nested graphs; in the copies, casts have wider dtypes."""
+    """Copy a graph and its nested graphs. With `wide`, casts in the copies are to float64."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
@@ -138,8 +138,10 @@ def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -
 
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
-    """Return the plan of a graph's deferred logits, with dtypes changed to float64 for a run in
-    float64."""
+    """Return the descriptions of a graph's deferred logits (logits that are computed when first
+    read) for a run in float64.
+
+    In the returned descriptions, float64 replaces narrower dtypes."""
     found = []
     for entry in plan:
         steps = tuple((name, _wider(value)) for name, value in entry.recipe.steps)

@@ -115,9 +115,9 @@ def gradient_gaps(
 ) -> list[Gap]:
     """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
 
-    A difference is divided by the norm of the gradient. If the gradient is far smaller than the
-    others, the difference is divided by a thousandth of the gradients' typical norm instead. A
-    missing gradient counts as zero.
+    A difference is divided by the norm of the original graph's gradient. If this gradient is far
+    smaller than the others, the difference is divided by a thousandth of the gradients' typical
+    norm instead. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -153,8 +153,9 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
 
 @dataclass
 class _Norms:
-    """The norms over the elements in which the truth (the float64 result) is finite.
+    """Norms over the elements in which the original graph's results are finite.
 
+    The truth is the original graph's result, in float64 if the graph can run in float64.
     `error` is the norm of the rewritten graph's error, `own` that of the original graph's
     error, and `size` that of the truth.
     """

@@ -1,4 +1,4 @@
-"""Loops over blocks of rows (tokens) that leave unlikely classes out of a loss's gradients.
+"""Loops over blocks of rows (tokens); the loops leave unlikely classes out of a loss's gradients.
 
 Three gradient filters choose these classes. The filter `published` is from the Cut Cross-Entropy
 paper (arXiv 2411.09009, section 4.3). `mass` and `block` are this package's filters. If a call of

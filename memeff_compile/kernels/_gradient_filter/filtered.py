@@ -25,14 +25,14 @@ in memory.
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
 their probabilities. So the sum of the gradients of the row's logits (without the target's logit)
 does not change. Without this redistribution, the logits of dropped classes would rise a little in
-each optimizer step, because no gradient lowers them. After a hundred steps the loss would be
-higher.
+each optimizer step, because no gradient lowers them. After a hundred steps the loss would be higher
+than with the redistribution.
 
 `published` is the filter of the Cut Cross-Entropy paper. Rows keep their order, classes are sorted
-by their mean logits, and no mass is redistributed. A tile is dropped if |p - 1(target)| is below
-eps for all its elements. Here, p is a class's probability, and 1(target) is 1 for a row's target
-and 0 for other classes. The filter `published` needs each row's log-sum-exp before it can choose
-tiles.
+by their mean logits, and no mass is redistributed. Let p be the probability of a class in a row.
+Let 1(target) be 1 for the row's target, and 0 for other classes. The filter drops a tile if, for
+all its elements, |p - 1(target)| is below eps. The filter `published` needs each row's log-sum-exp
+before it can choose tiles.
 
 The kernels use only features that all supported GPUs have.
 """

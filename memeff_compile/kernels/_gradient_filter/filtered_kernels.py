@@ -146,10 +146,11 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the thresholds of the levels with the given indices.
+    """Return, for the given indices, the scores below which the gradient filter drops classes.
 
-    A level drops a class whose score is below its threshold. The last level's threshold is higher
-    than the score of every class, so this level drops all classes.
+    These scores are the thresholds of levels. At a level, the filter drops the classes whose score
+    is below the level's threshold. The last level's threshold is higher than the score of every
+    class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -182,13 +183,14 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Compute each class's score in a group of rows, and the probability mass below each level.
+    """Compute the scores by which the filter chooses the classes to drop in a group of rows.
 
-    A level is a score threshold. For each row and level, the kernel sums the probabilities of the
-    classes below the threshold. A program processes one group and some tiles of classes. A tile
-    contains all rows of the group, so the scores of its classes are known while its logits are in
-    registers. The filters `mass` and `block` always keep the classes that are targets of the
-    group's rows.
+    A class's score is the sum or the maximum of its probabilities in the group's rows. A level is a
+    score threshold below which classes are dropped. For each row and level, the kernel also sums
+    the probabilities of the classes with a score below the threshold. A program processes one group
+    and some tiles of classes. A tile contains all rows of the group, so the scores of its classes
+    are known while its logits are in registers. The filters `mass` and `block` always keep the
+    classes that are targets of the group's rows.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -288,9 +290,11 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Replace a row's base by the row's largest logit if they are far apart, and record this.
+    """Correct the base of a row, an earlier estimate, if it is far from the row's largest logit.
 
-    The base is an earlier estimate of the largest logit."""
+    The new base is the largest logit, and the kernel stores 1 in `again_ptr`. The old base was an
+    estimate of the row's log-sum-exp (filter `mass`) or largest logit (filter `block`).
+    """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
     base = tl.load(base_ptr + first_row + rows, mask=is_row, other=0.0)
@@ -334,13 +338,12 @@ def _gradient_filter_level_kernel(
     # HAS_LSE: the base is the log-sum-exp; RESTORE: distribute lost mass over the kept classes
     C: tl.constexpr,
 ):
-    """Choose the level of a group, and compute the losses of its rows and the factors of their
-    gradients.
+    """Choose the level of a group of rows, that is, the score below which the filter drops classes.
 
-    The level is the score below which the filter drops classes in this group. The kernel chooses
-    the highest level at which no row loses more probability mass than the limit. The lost mass is
-    distributed over the row's kept classes (without the target), in proportion to their
-    probabilities. The module `filtered` says why.
+    Also compute the rows' losses, and for each row the factor by which its gradients are
+    multiplied. The kernel chooses the highest level at which no row loses more probability mass
+    than the limit. The lost mass is distributed over the row's kept classes (without the target),
+    in proportion to their probabilities. The module `filtered` says why.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -515,7 +518,7 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """List the tiles that the filter keeps, in the two orders that the two matrix products need.
+    """Write two lists of the tiles that the filter keeps, one for each of two matrix products.
 
     The product with the weight needs a group's tiles next to each other. The product with the
     hidden states needs, for each tile of classes, the groups that keep the tile. The kernels
@@ -682,14 +685,14 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Multiply packed tiles by the weight and by the hidden states, for the gradients dE and dC.
+    """Compute the gradients of the hidden states (dE) and of the weight (dC) from packed tiles.
 
-    Packed tiles contain the logits' gradients in the tiles that the filter keeps. The product with
-    the weight is the hidden states' gradient (dE), the product with the hidden states the weight's
-    gradient (dC). The tiles of dE are computed first, because they take longest. Programs that run
-    at the same time compute tiles of neighbouring groups. These tiles need the same rows of the
-    weight, which therefore stay in the L2 cache. One program computes all of a tile, so the order
-    in which programs take tiles does not change the results.
+    Packed tiles contain the logits' gradients in the tiles that the filter keeps. Their product
+    with the weight is dE, and their product with the hidden states is dC. The tiles of dE are
+    computed first, because they take longest. Programs that run at the same time compute tiles of
+    neighbouring groups. These tiles need the same rows of the weight, which therefore stay in the
+    L2 cache. One program computes all of a tile, so the order in which programs take tiles does not
+    change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0
@@ -781,7 +784,8 @@ def _gradient_filter_rows_kernel(
 ):
     """Add the partial sums of the hidden states' gradient (dE) in a fixed order.
 
-    The kernel multiplies each row by its scale, and writes the row to its original position.
+    The kernel multiplies each row of the sum by the row's factor in `scale_ptr`, and writes the row
+    to its original position.
     """
     place = tl.program_id(0)
     if place < count_rows(kept_ptr, first_row, piece_rows, C):

@@ -52,7 +52,9 @@ def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
 
 
 def filter_level(gradient_filter: str, level: float) -> float:
-    """Return the eps or tau of a filter: `level`, or the filter's default if `level` is 0."""
+    """Return the threshold of a filter: `level`, or the filter's default if `level` is 0.
+
+    The threshold is tau for the filter `mass`, and eps for the other filters."""
     if level > 0:
         return level
     return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS

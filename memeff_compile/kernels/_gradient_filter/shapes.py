@@ -112,7 +112,8 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 
     The function counts:
 
-    - the classes' scores, one word per class, and the sorted order of these words;
+    - the classes' scores;
+    - for each class, a word with a bit per group of rows, and the sorted order of these words;
     - two copies of hidden-state rows, and sums of the hidden states' gradient (dE);
     - sums for each level (a score below which classes are dropped).
     """

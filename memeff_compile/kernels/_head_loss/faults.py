@@ -20,8 +20,8 @@ from .call import Operands
 
 
 def layout_fault(given: Operands) -> str | None:
-    """Return the reason why the memory or the devices of operands are not supported, or None if
-    they are.
+    """Return the reason why operands are not plain strided tensors on one device, or None if they
+    are.
     """
     for name, tensor in given._asdict().items():
         if tensor is None:

@@ -32,7 +32,7 @@ class Shard(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Return how many classes each of the first ranks has; the last rank may have fewer."""
+        """Return how many classes a rank has, except for the last ranks, which may have fewer."""
         return -(-self.classes // self.ranks)
 
     @property
@@ -117,8 +117,9 @@ def layout(tensor: Any) -> str:
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
     """Return a DTensor's local tensor.
 
-    If `summed` is given, the gradient of the local tensor is a partial sum over the mesh dimension
-    `summed`."""
+    If `summed` is given, each rank's gradient of the local tensor is one term of a sum. DTensor
+    adds these terms over the mesh dimension `summed`.
+    """
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]
     from torch.distributed.tensor import Partial

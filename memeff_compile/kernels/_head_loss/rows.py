@@ -88,8 +88,7 @@ def row_values(
     """Return the five numbers from which kernels compute a row of G (the logits' gradient), for
     each row that is not ignored.
 
-    The result is (5, N) fp32. The columns of the result are in the order of the rows that are not
-    ignored.
+    The result is (5, N) fp32. Column i of the result belongs to the i-th row that is not ignored.
     """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))

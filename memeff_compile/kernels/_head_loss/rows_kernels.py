@@ -58,7 +58,7 @@ def _head_loss_rows_copy_kernel(
 
     The kernel writes zeros to these rows of the result:
 
-    - the rows after the last row that is not ignored, up to a multiple of PAD rows;
+    - the rows after the copied rows, until the number of rows is a multiple of PAD;
     - each row for which the order contains -1.
     """
     row = tl.program_id(0)

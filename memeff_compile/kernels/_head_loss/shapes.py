@@ -37,7 +37,8 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The properties of an implementation's tiles, as the kernel that copies rows needs them."""
+    """The properties of a loss implementation's tiles that the copy of hidden-state rows depends
+    on."""
 
     @property
     def rows(self) -> int:
@@ -45,7 +46,7 @@ class Tiles(Protocol):
 
     @property
     def step(self) -> int:
-        """Return how many terms of a sum one loop iteration adds."""
+        """Return how many terms a matrix product's loop adds to each sum in one iteration."""
 
     @property
     def is_interpreted(self) -> bool:

@@ -44,7 +44,8 @@ class Statistics(Walk):
 class Differentiating(Walk):
     """A loop that computes gradients.
 
-    The loop uses the logits that it has computed for the statistics, or computes the logits again.
+    If the loop has also computed logits for the rows' losses, it uses these logits. Otherwise it
+    computes the logits again.
     """
 
     @abstractmethod

@@ -112,7 +112,8 @@ def keep_files(key: str, files: Mapping[str, bytes]) -> None:
 
 
 def _is_of_cache(name: str) -> bool:
-    """Return whether Triton's cache wrote a file for itself: a lock, or a list of paths."""
+    """Return whether a file of Triton's cache is a lock or a list of files, not part of a
+    kernel."""
     return name.startswith(_GROUP) or name == "lock"
 
 

@@ -37,8 +37,7 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether at least one key is visible for every query under the bounds `ahead` and
-        `behind`.
+        """Return whether every query sees at least one key under the bounds `ahead` and `behind`.
 
         The bounds say how far after and before a query its keys may be. With `ahead=0` as the only
         bound, the result is true."""

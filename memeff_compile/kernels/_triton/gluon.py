@@ -43,10 +43,10 @@ def tiles_of(matrix: Tensor, rows: int, columns: int, bits: int = 16, swizzle: i
 
 
 def tiles_of_heads(tensor: Tensor, block: Sequence[int]) -> Any:
-    """Return a descriptor of a tensor of 16-bit numbers with four axes, whose last axis has unit
-    stride.
+    """Return a descriptor of a four-axis tensor of 16-bit numbers.
 
-    Outside the tensor, the GPU reads zeros and writes nothing.
+    The tensor's last axis must have stride 1. Outside the tensor, the GPU reads zeros and writes
+    nothing.
     """
     given: Any = typed(tensor) if is_fake(tensor) else tensor
     depth = tensor.shape[3]

@@ -1,8 +1,9 @@
 """The table of GPUs: the features of each kind of GPU, and the ops whose speed was measured on it.
 
-A kind of GPU is identified by its vendor together with its compute capability. The reason is that
-PyTorch gives AMD's GPUs numbers of the same form (9.4 for an MI300) with another meaning. To add a
-kind of GPU, add a row. A GPU without a row is treated as the least capable GPU of its vendor.
+A kind of GPU is identified by its vendor together with its compute capability. The vendor is needed
+because PyTorch also reports a compute capability for AMD's GPUs, such as 9.4 for an MI300. AMD's
+numbers do not have the meaning of NVIDIA's numbers. To add a kind of GPU, add a row. A GPU without
+a row is treated as the least capable GPU of its vendor.
 """
 
 from __future__ import annotations

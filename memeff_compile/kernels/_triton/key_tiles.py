@@ -148,7 +148,11 @@ def find_bounds(
     mean: bool = False,  # a query may have no key and then gets the mean of all values
     lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
-    """Return, for each program, the range of tiles that it visits, (B, tiles, 4) int32.
+    """Return, for each program, four numbers that describe the tiles which the program visits.
+
+    The result is an int32 tensor (B, tiles, 4), with one program per sequence and tile. The module
+    `key_tiles_kernels` explains the four numbers.
+
 
     If the mask depends only on positions, the result is the placeholder `like`, which kernels do
     not read.

@@ -27,8 +27,8 @@ FAR = tl.constexpr(2**62)
 def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
     """Return which keys of a tile each query attends to.
 
-    `AXIS` is the axis of the queries. `queries` and `keys` are pairs of positions and ids; `span`
-    contains the bounds `(ahead, behind)`.
+    `AXIS` is the axis of the queries. `queries` is the pair of the queries' positions and sequence
+    ids; `keys` is the same pair for the keys. `span` is the pair of bounds `(ahead, behind)`.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
@@ -67,8 +67,9 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
     tiles of queries. A position `p` of the program's tile is combined with the visited positions
     from `p - down` up to `p + up`. The lengths and the tile sizes are passed as pairs. The first
-    element of a pair belongs to the program's tile, the second to the visited tiles. `span` and
-    `IS_BOUND` are pairs (up, down). The four results are:
+    element of a pair belongs to the program's tile, the second to the visited tiles. `span` is the
+    pair of numbers `(up, down)`. `IS_BOUND` says for each of the two numbers whether it is a bound.
+    The four results are:
 
     - the first tile, and the first complete tile (without hidden keys);
     - the end of the complete tiles, and the end of all tiles.
@@ -105,10 +106,12 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile, whether any position is visible, and whether all positions are
-    visible.
+    """Return, for each tile, whether the mask shows any position of the tile, and whether it shows
+    all of them.
 
-    Also return the smallest and the largest id of the visible positions."""
+    Without a mask, all positions are shown. Also return the smallest and the largest id of the
+    shown positions.
+    """
     shown = place < length
     inside = tl.minimum(place, length - 1)
     if HAS_MASK:
@@ -141,10 +144,11 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
 
 @triton.jit
 def run_of(found, other, is_in):
-    """Extend a run of tiles by the tiles `other`, of which those with `is_in` are of the run's
-    kind.
+    """Update the start and the end of a run of tiles with the next tiles, `other`.
 
-    The run is the first tile of a kind and the first later tile of another kind."""
+    `is_in` marks those of the tiles `other` that can be in the run, such as complete tiles. The run
+    starts at the first marked tile, and ends before the first later tile without a mark.
+    """
     first, stop = found
     first = tl.minimum(first, tl.min(tl.where(is_in, other, FAR), axis=0))
     stop = tl.minimum(stop, tl.min(tl.where((is_in == 0) & (other > first), other, FAR), axis=0))

@@ -162,10 +162,10 @@ class Launches:
     """A runner of the kernel launches of one call, in order.
 
     The runner reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
-    reuses a compiled kernel if kernel, constants, numbers and dtypes are the same, and if all
-    memory is aligned to 16 bytes. All tensors of a launch must be on the current GPU. A launch
-    through this class takes a quarter of the host time of `run_kernel`, which matters for small
-    calls.
+    reuses the compiled kernel of the earlier launch if kernel function, constants, numeric
+    arguments and dtypes are the same in both. All memory must also be aligned to 16 bytes. All
+    tensors of a launch must be on the current GPU. A launch through this class takes a quarter of
+    the host time of `run_kernel`, which matters for small calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -320,8 +320,8 @@ def _read(
 ) -> list[Any]:
     """Return the arguments, with tensors on the GPU replaced by their addresses.
 
-    The function also appends the properties on which the compiler's specialisation depends to `key`
-    and `numbers`.
+    The compiler specialises a kernel by some properties of its arguments. The function appends
+    integer arguments to `numbers`, and all other such properties to `key`.
 
     For tensors that are not on the GPU, Triton itself checks whether a kernel can read them.
     """

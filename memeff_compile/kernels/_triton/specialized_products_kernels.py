@@ -5,8 +5,8 @@ operands, and eight warps multiply.
 X is the logits' gradient up to a factor per row. A tile of the weight's gradient (dC) is a sum over
 few rows. So loading and writing the tile takes as long as computing it. The loading warp is several
 pipeline stages ahead of the other warps, and already loads operands of the next tile. While a tile
-of dC is summed, the loading warp also loads the old values of this tile. The new values are written
-from the same shared memory.
+of dC is summed, the loading warp also loads the tile's sum over earlier blocks of rows. The new
+values are written from the same shared memory.
 """
 
 from __future__ import annotations
@@ -213,11 +213,10 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to scales of one slice (range of columns) of a tile, one per class, and a
-    mask of the classes that exist.
+    """Return pointers to the scales of one slice (range of columns) of a tile, and a mask.
 
-    Each pointer is for the scale of the class's numbers in the slice. `column` is the index of the
-    slice's first column.
+    There is one pointer per class, to the scale of the class's numbers in the slice. The mask is
+    false after the last class. `column` is the index of the slice's first column.
     """
     scales_ptr, width = scales
     rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
@@ -375,9 +374,10 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
     """Write the hidden states' gradient (dE) for a block of rows, and add the block's contribution
     to the weight's gradient (dC), in one launch.
 
-    The tiles of dE, which are few and long sums over the vocabulary, come first. A program that has
-    finished a tile takes the next tile that no program has taken. The order does not change the
-    results, as `_linear_cross_entropy_hopper_products_kernel` explains.
+    The tiles of dE come first, because there are few of them, and each is a long sum over the
+    vocabulary. A program that has finished a tile takes the next tile that no program has taken.
+    The order does not change the results, as `_linear_cross_entropy_hopper_products_kernel`
+    explains.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

@@ -6,8 +6,9 @@ A tile of `TILE` x `TILE` elements has one of three codes:
 - `FULL`: every key is visible to every query and the mask adds 0.
 - `PARTIAL`: all other tiles.
 
-The code of each tile is computed once per mask. Before each kernel launch, the codes are converted
-to lists of tiles of that kernel's size. The CPU never waits for the GPU in this module.
+The code of each tile is computed once per mask. Before each launch of a kernel, the codes are
+converted to lists of tiles. These tiles have the tile size of the launched kernel. The CPU never
+waits for the GPU in this module.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Dense(NamedTuple):
 
     A broadcast axis has a stride of 0. A program's list contains the tiles of the mask that the
     program visits. In full tiles, every key is visible. All other visited tiles are partial. A list
-    begins with its number of full tiles and its number of partial tiles. The full tiles follow at
-    the list's front, and the partial tiles are at its back. The last of the list's int32 numbers is
-    padding, because a kernel reads one tile ahead. So a list has 3 more numbers than there are
-    tiles that could be visited.
+    begins with its number of full tiles and its number of partial tiles. The numbers of the full
+    tiles come next, in increasing order. The numbers of the partial tiles stand at the end of the
+    list, in decreasing order. The last of the list's int32 numbers is padding, because a kernel
+    reads one tile ahead. So a list has 3 more numbers than there are tiles that could be visited.
     """
 
     ptr: Any

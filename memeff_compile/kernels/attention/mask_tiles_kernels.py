@@ -3,8 +3,8 @@
 
 The codes have the same meaning as in the module `mask_tiles`. Code 0 is empty (every key is
 hidden), 1 partial, and 2 full (every key is visible). A tile that contains only very low numbers
-first has code 3. A later step finds out whether each query of the tile has a visible key in another
-tile.
+gets the temporary code 3. A later step finds out whether each query of the tile has a visible key
+in another tile.
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ def list_of(dense, batch, head, tile, others):
 
 @triton.jit
 def listed(index, list_ptr, others, MASKED: tl.constexpr):
-    """Return the full tile with the position `index` in a list or, if MASKED, the partial tile.
+    """Return full tile number `index` of a list or, if MASKED, partial tile number `index`.
 
-    In a full tile, every key is visible. All other tiles in the list are partial.
+    In a full tile, every key is visible. All other tiles in the list are partial. Full tiles are
+    counted from the front of the list, partial tiles from the end.
     """
     place = 2 + index
     if MASKED:

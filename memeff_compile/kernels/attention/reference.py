@@ -145,7 +145,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
 
 def _weight_of_none(every: _Operands) -> float:
-    """Return the weight of each key for a query that attends to no key.
+    """Return the weight that each value gets for a query from which all keys are hidden.
 
     The weight is 1 / N if such a query gets the mean of all N values, otherwise 0.
     """

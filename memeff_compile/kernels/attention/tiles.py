@@ -5,9 +5,9 @@ The CPU never waits for the GPU or reads a value from it, and the launch grids d
 sizes. So a CUDA graph can capture the calls. The kernels use no atomic operations, so the same
 inputs give the same bits.
 
-The lower bound of the time is the arithmetic. In each attention head, the forward pass needs 4 D
-floating-point operations per visible pair of query and key. The backward pass needs 10 D. D is the
-head dimension.
+The kernels take at least the time of their floating-point operations. In each attention head, the
+forward pass needs 4 D floating-point operations per visible pair of query and key. The backward
+pass needs 10 D. D is the head dimension.
 """
 
 from __future__ import annotations

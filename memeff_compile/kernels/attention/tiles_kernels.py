@@ -19,9 +19,9 @@ exponent is above 0.
 With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`). A kernel skips
 tiles in which the mask hides every key. A kernel does not read the mask in tiles in which the mask
 hides no key. If the mask is a bias that is added to the scores (IS_BIAS), lse has two planes. The
-planes are the largest score, and the logarithm of the sum of weights relative to that score. If the
-mask contains the lowest number of a dtype, the sum of the score and the logarithm would be rounded
-to the score.
+planes are the largest score, and the logarithm of the sum of weights relative to that score. The
+sum of score and logarithm is not stored, because the logarithm could be lost by rounding. This
+rounding occurs if the mask contains the lowest number of a dtype.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
@@ -111,8 +111,8 @@ def _tiles_of(x, batch, head, offs, depth):
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return a program's tile, counted from the first position, and the index of its sequence and
-    attention head.
+    """Return the number of a program's tile, and the index of the program's sequence and attention
+    head. Tile 0 has the first position.
 
     Programs that run at the same time read the same keys and values of an attention head, or the
     same queries and output gradients.
@@ -150,7 +150,7 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
     """Load a tile of keys and values, and compute their raw scores. The results are:
 
-    - the raw scores before and after the mask is applied;
+    - the raw scores before the mask is applied, and the raw scores after it is applied;
     - three vectors with one element per key: the position, whether the key lies inside the tensor,
       and whether the key is visible;
     - the keys, and the values.

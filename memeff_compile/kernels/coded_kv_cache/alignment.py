@@ -77,8 +77,8 @@ def fit(
 ) -> None:
     """Write the maps that bring two layers' rows (keys or values) closest to each other.
 
-    With the `angles` of a rotary embedding, each key counts as if it were repeated at the next
-    `span` positions.
+    `angles` are those of a rotary embedding. If they are passed, the fit averages over later
+    positions of each key, up to `span` positions after its own.
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
     rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
@@ -105,7 +105,10 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace means and products of keys by their averages over the next `span` positions."""
+    """Replace means and products of keys by their averages over later positions of the keys.
+
+    The average is over the positions from a key's own to `span` positions later.
+    """
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
     count = count.to(kind)[:, None, None, None]
@@ -306,8 +309,9 @@ def polar(x: Tensor, more: Tensor | None = None) -> Tensor:
 
     The function first adds to x the matrix `more`, multiplied by x's norm divided by the root of D.
     By default, `more` is a small multiple of the identity. The method is the Newton-Schulz
-    iteration, scaled for the smallest singular value that x can still have at each step. So each of
-    the first steps multiplies small singular values by 2.6.
+    iteration. Each step first multiplies the matrix by a factor. The factor is larger if the matrix
+    can still have small singular values. So each of the first steps multiplies small singular
+    values by 2.6.
     """
     depth = x.shape[-1]
     size = x.norm(dim=(-2, -1), keepdim=True)

@@ -19,8 +19,9 @@ from .append_codes_kernels import _load_rows
 
 @triton.jit
 def _tile(x, sequence, head, place, is_token, column):
-    """Load some columns of some tokens of one head, described by `key_tiles.Cells`; missing tokens
-    become zeros."""
+    """Load some columns of some tokens of one head of the tensor `x`; missing tokens become zeros.
+
+    `x` is a tensor with its strides, as in `key_tiles.Cells`."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
     base = x_ptr + sequence * stride_batch + head * stride_head
     offs = place.to(tl.int64)[:, None] * stride_token + column[None, :] * stride_depth

@@ -335,7 +335,7 @@ def _code_group(
 
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
-    """Copy the tokens that stay exact from the new rows to this sequence and head's memory for
+    """Copy those new tokens that are among the first KEPT tokens of the sequence to the memory for
     exact tokens."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
@@ -410,7 +410,8 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Encode some groups of new keys, or of new values.
 
-    Also copy each token of these groups that stays exact.
+    The first KEPT tokens of a sequence are also stored exactly. Copy those of them that are in
+    these groups.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes

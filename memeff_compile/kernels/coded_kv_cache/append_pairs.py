@@ -25,8 +25,8 @@ def append_lower(
 ) -> None:
     """Write tokens of the lower layer into its window of latest tokens; beyond `limit`, write nan.
 
-    The tokens may have any strides; the layer's tensors are the same as for
-    `pair_reference.append_lower`.
+    The tokens may have any strides. `k_window`, `v_window` and `counts` have the same meaning as
+    for `pair_reference.append_lower`.
     """
     from . import append_pairs_kernels as kernels
 
@@ -92,8 +92,9 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels that encode the directions of keys and
-    values that two layers share.
+    """Return the compile-time constants of the kernels that encode shared directions.
+
+    A shared direction is one unit vector for the keys, or the values, of two layers.
     """
     return {
         "DEPTH": depth,
@@ -111,7 +112,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Use kernels to merge the first tokens that an empty cache gets from both layers.
+    """Use kernels to merge the keys and values that two layers have for the first tokens of an
+    empty cache.
 
     The cache then contains the same as after `pair_reference.merge`.
     """

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that append tokens to the caches of two layers that share directions.
+"""Kernels that append tokens to the caches of two layers, which share unit vectors (directions).
 
-A direction is one vector of length one for the keys, or the values, of both layers. New tokens go
-to the windows of latest tokens. Complete groups of tokens are merged across the two layers. One
-program per sequence and key-value head processes the keys and values of both layers. The reason is
-that all four tensors together decide which rows (keys or values of a token) stay unmerged. A shared
+A direction is one unit vector for a token's keys, or values, in both layers. New tokens go to the
+windows of latest tokens. Complete groups of tokens are merged across the two layers. One program
+per sequence and key-value head processes the keys and values of both layers. The reason is that all
+four tensors together decide which rows (keys or values of a token) stay unmerged. A shared
 direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
 weights follow from three sums over the channels of both rows. So a program reads the rows twice, a
 few channels at a time. The first time, the program computes the sums. The second time, the program
@@ -133,8 +133,9 @@ def _code_directions(
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Encode the shared directions of one group of keys, or of values, and store the lengths for
-    both layers."""
+    """Encode one group of shared directions, and store the lengths of both layers' keys or values.
+
+    A shared direction is one unit vector for the keys, or the values, of two layers."""
     lower, upper = pair
     codes_base, scales_base = made
     lower_norms, upper_norms = norms

@@ -5,11 +5,11 @@ windows of latest tokens and encode groups of older tokens.
 Three programs per sequence and key-value head process the new tokens. One writes the lower layer's
 keys, one the upper layer's keys, and one the values of both layers. A program reads only windows
 that it writes itself, or that an earlier launch has written, so programs need not wait for each
-other. Programs read the cache's number of tokens from GPU memory. The last program writes the new
-number.
+other. Programs read the cache's number of tokens from GPU memory. The program of the launch that
+ends last writes the new number of tokens.
 
-A separate kernel merges the values of a prompt. The keys of the prompt are encoded by the same
-kernels as for a layer that shares no values.
+For the tokens of a prompt, a separate kernel merges the values of the two layers. The keys of the
+prompt are encoded by the same kernels as for a layer that shares no values.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ def _share_group(
     t,
     C: tl.constexpr,
 ):
-    """Align the values of a group of tokens, encode the directions that both layers share, and
-    store the values' lengths.
+    """Merge the values of two layers for one group of tokens, and encode the merged values.
+
+    The alignment maps are first applied to the values of both layers. For each token, both layers
+    then share one direction (a vector of length one). The codes' scales are multiplied by the
+    length of the lower layer's value. The ratio of the upper layer's length to the lower layer's is
+    stored separately.
     """
     lower, lower_slot, lower_row, upper, upper_slot, upper_row = rows
     pair, mine = heads
@@ -107,7 +111,8 @@ def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
 
 @triton.jit
 def _walk_values(sources, shared, lower, upper, maps, scratch_ptr, at, sizes, t, C: tl.constexpr):
-    """Write the new values of one head of each layer; merge and encode full groups.
+    """Write the new values of one head of each layer. For each full group of tokens, merge the
+    values of the two layers, and encode the merged values.
 
     Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """

@@ -8,9 +8,9 @@ packed as follows in a row of D channels:
 - 4 bits: channels j and j + D/2 are the low and the high half of one byte.
 - 2 bits: four channels, D/4 apart, share a byte.
 - 3 bits: first the low two bits, packed like 2-bit codes, then the high bits, two tokens to a byte.
-  For keys, the tokens are 2t and 2t + 1, for values t and t + group/2. In channel p of four, the
-  first token's high bit is bit 2p + 2 of the byte (bit 0 for the last channel). The second token's
-  high bit is the next bit.
+  For keys, the tokens are 2t and 2t + 1, for values t and t + group/2. A byte has the high bits of
+  four channels, p = 0 to 3. For p = 0 to 2, the first token's high bit is bit 2p + 2. For p = 3,
+  the first token's high bit is bit 0. The second token's high bit is the next bit.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class ValuePair(NamedTuple):
 
 
 def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Return the ten tensors that the ops for view and attention take, for one layer of a
-    `ValuePair`.
+    """Return the ten tensors that `coded_kv_cache_view` and `coded_kv_cache_attention` take, for
+    one layer of a `ValuePair`.
     """
     v_codes, v_scales, _, places = shared
     k_codes, k_scales, *rows, counts = own

@@ -72,9 +72,11 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 
 
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
-    """Return the bytes of the maps that align two layers: the means and one matrix per head.
+    """Return the bytes of the maps that align two layers.
 
-    The layers have these maps for keys and for values, or, if `kinds` is 1, only for values.
+    Each sequence and head has a mean row for each layer, a matrix, and the index of the lower
+    layer's head. Keys and values have separate means and matrices. If `kinds` is 1, only values
+    have them.
     """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 
@@ -84,8 +86,10 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
     rotations that align the two layers (`map_bytes`) and the positions at which sequences begin are
     not counted.
 
-    Codes and scales of values and a norm per token are stored once per pair. Codes and scales of
-    keys, windows and first tokens are stored once per layer.
+    The pair stores the codes and scales of its values once. For each token and head, the pair also
+    stores one ratio. It is the length of the upper layer's value divided by the length of the lower
+    layer's value. Each layer stores its own window of latest tokens, its own first tokens, and the
+    codes and scales of its keys.
     """
     rows = layout.groups(tokens) * layout.group
     each = bytes_of_value_pair(layout, heads, itemsize)

@@ -208,9 +208,9 @@ def _group(pool: Sequence[Tensor], bits: int) -> int:
 
 
 def on_kernels(window: Tensor, group: int) -> bool:
-    """Return whether kernels append to a cache.
+    """Return whether Triton kernels append tokens to a cache. Otherwise, plain PyTorch does.
 
-    With kernels, no value is copied from the GPU to the CPU, and the CPU does not wait for the GPU.
+    If the kernels append, the CPU does not wait for the GPU and copies no value from it.
     """
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
@@ -242,8 +242,10 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the maps between two layers' rows that a call passes (means, rotations, matching
-    heads), or empty tensors if the call has none.
+    """Return the alignment maps of two layers from the last arguments of an op.
+
+    The maps are means, rotations and the indices of matching heads. The result contains None for
+    each map that the op did not get.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots

@@ -1,11 +1,13 @@
 """The ops memeff::coded_kv_cache_append_lower and _append_pair, for two merged layers.
 
-Both layers store one direction, a vector of length one, for their keys or their values. The
-two layers share the tensors named in `SHARED`. Each layer also has its own tensors, named in `OWN`.
-Together, these tensors contain each layer's pool (the ten tensors of a cache) and norms, which the
-ops for view and attention read. In a decoding step, the lower layer writes its token before the
-upper layer's token is computed. So appending the upper layer's token also merges the groups of both
-layers. Until then, each layer's tokens are in its own window of latest tokens.
+For each token and head, the keys of both layers share one direction (a vector of length one). The
+values of both layers share another direction. Some tokens stay unmerged, and each layer stores them
+exactly. The two layers share the tensors named in `SHARED`. Each layer also has its own tensors,
+named in `OWN`. Together, these tensors contain each layer's pool (the ten tensors of a cache) and
+norms. The ops `coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of a
+layer. In a decoding step, the lower layer writes its token before the upper layer's token is
+computed. So appending the upper layer's token also merges full groups of tokens of both layers.
+Before that append, each layer's tokens are in its own window of latest tokens.
 """
 
 from __future__ import annotations

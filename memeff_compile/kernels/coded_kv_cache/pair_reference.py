@@ -48,8 +48,10 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer, (B, H, T, D), into the lower layer's window of latest
-    tokens. The upper layer's append finds the tokens there.
+    """Write tokens of the lower layer into the lower layer's window of latest tokens. The upper
+    layer's append finds the tokens there.
+
+    `k` and `v` have the shape (B, H, T, D).
 
     `own` contains the windows of keys and of values, and the token counts. `limit` is the number of
     tokens that fit into the cache.
@@ -90,7 +92,7 @@ def append(
 ) -> None:
     """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
 
-    Merge the complete groups of tokens.
+    For each complete group of tokens, merge the keys and the values of the two layers.
     """
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
@@ -202,7 +204,7 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
     """Copy the keys and values that `keep` chose into the memory for unmerged ones.
 
-    The first of `rows` has the position `coded` in the cache.
+    The first token in each tensor of `rows` has the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]

@@ -1,4 +1,4 @@
-"""Average keys, and products of two keys, over later positions at which the same keys could appear.
+"""Average a key, or the product of two keys, as if the same keys also appeared at later positions.
 
 A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane. The angle
 is in proportion to the position. So a key that appears again `s` positions later is the same key
@@ -48,8 +48,8 @@ def _turned(real: Tensor, imaginary: Tensor, angles: Tensor, span: int) -> tuple
 
 
 def _factor(angles: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Return the mean of exp(i s angle) over s from 0 to `span`, as its real and imaginary
-    parts."""
+    """Return the mean of `exp(1j * s * angle)` over all real numbers s from 0 to `span`, as its
+    real and imaginary parts."""
     half = angles * (span / 2)
     size = torch.sinc(half / torch.pi)
     return size * half.cos(), size * half.sin()

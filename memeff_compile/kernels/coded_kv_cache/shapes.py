@@ -31,10 +31,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     """Return the sizes of a launch, given the head dimension, the bits, and the number of query
     heads per key-value head.
 
-    A program has one or two warps, or tiles of few rows, so that Triton uses the tensor-core
-    instructions for a single warp. For tiles of 16 rows, Triton's tensor-core instructions for four
-    warps gave wrong results. The returned sizes were the fastest in
-    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    On Hopper, some tensor-core instructions are for one warp, others for a group of four warps.
+    Programs with one or two warps, or with tiles of 8 rows, use those for one warp. For tiles of 16
+    rows, Triton's instructions for four warps gave wrong results. The returned sizes were the
+    fastest in `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)

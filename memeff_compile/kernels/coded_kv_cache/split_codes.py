@@ -1,5 +1,5 @@
-"""The attention implementation `codes`: several programs divide the codes of a low-bit cache among
-themselves. This implementation needs a CUDA GPU of sm_80 or later.
+"""The attention implementation `codes`: the codes of a low-bit cache are divided among several
+programs. This implementation needs a CUDA GPU of sm_80 or later.
 
 The CPU never waits for the GPU or reads a value from it, and the launch grid depends only on static
 sizes. So a CUDA graph can capture the calls and replay them while the cache fills up. The kernels

@@ -3,18 +3,20 @@
 to a share of the cache. The second kernel combines the partial results.
 
 Program i of n processes steps i, i + n, i + 2n and so on. A step is a few groups of codes. After
-the codes, the program processes, in the same order, tiles of the latest tokens and of the first
-tokens, which are stored exactly. Scores have tokens as rows and query heads as columns, so that
-keys and values are the left operands of the matrix products. The kernel then reads keys and values
-as bytes and unpacks them in registers, and eight query heads fill a tile. If the query heads fill
-at most half of a tile, two groups of tokens share the tile (HALVES). The first half of the columns
-has the queries for one group, the second half has the queries for the next group. A matrix product
-multiplies the codes of one group by all columns, and the kernel uses only this group's half of the
-result. At the end, each half of the columns is a partial result of its own. Codes are not decoded.
-The query is multiplied by the keys' scales, and the softmax weight by the values' scales. Zero
-points are added once per step (a few groups of codes). Softmax weights are summed per token in
-registers, and across tokens only at the end. So a step has only two reductions across threads: the
-sum for the zero points of keys, and the maximum of the scores. The sums run in a fixed order.
+the codes, the program processes tiles of the latest tokens and of the first tokens, which are
+stored exactly. Of these tiles, too, the program takes every n-th. Scores have tokens as rows and
+query heads as columns, so that keys and values are the left operands of the matrix products. The
+kernel then reads keys and values as bytes and unpacks them in registers, and eight query heads fill
+a tile. If the query heads fill at most half of a tile, two groups of tokens share the tile
+(HALVES). The first half of the columns has the queries for one group, the second half has the
+queries for the next group. A matrix product multiplies the codes of one group by all columns, and
+the kernel uses only this group's half of the result. At the end, each half of the columns is a
+partial result of its own. Codes are not decoded. The query is multiplied by the keys' scales, and
+the softmax weight by the values' scales. Zero points are added once per step (a few groups of
+codes). For each token's place in a group, a program has a separate sum of softmax weights, in
+registers. These sums are added up only at the end. So a step has only two reductions across
+threads: the sum for the zero points of keys, and the maximum of the scores. The sums run in a fixed
+order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -51,7 +53,8 @@ def _take_two(BITS, PART, BYTE):
     """Return assembly code that converts the codes of one channel block to numbers.
 
     The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
-    third bit comes from a second operand, and the last channel block is stored separately.
+    third bits come from a second operand. Both operands of the last of the four channel blocks are
+    first shifted to the bit positions of the third block.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -122,8 +125,10 @@ def _numbers(
 def _all_numbers(
     raw, high, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr
 ):
-    """Return the codes of all channel blocks of keys as numbers, (ROWS, COLUMNS), one block after
-    another."""
+    """Return the codes of all channel blocks of keys as numbers, one block after another.
+
+    The result has the shape (ROWS, COLUMNS).
+    """
     PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
     first = _numbers(raw, high, 0, C, C.BITS, ROWS, WIDTH, kind)
@@ -208,7 +213,12 @@ def _seen(mask, batch, position, is_seen, mask_count):
 
 @triton.jit
 def _gain(PART: tl.constexpr, C: tl.constexpr):
-    """Return the factor that scales the codes of one block of the values' channels."""
+    """Return the factor by which the unpacked codes of one block of the values' channels are too
+    large.
+
+    With PACKED, a code is not moved to the lowest bit, so the factor is a power of two. The caller
+    divides the sums of products by the factor.
+    """
     AS_IT_LIES: tl.constexpr = C.PACKED and C.V_BITS != 8
     PLACE: tl.constexpr = 2 if C.V_BITS == 3 and PART == 3 else PART
     return (2 ** (PLACE * (4 if C.V_BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
@@ -230,8 +240,10 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first token of every pair, followed by the high bits of the
-    second token of every pair."""
+    """Return the high bits of the first tokens, followed by the high bits of the second tokens.
+
+    Every byte of `high` belongs to two tokens, a first and a second.
+    """
     if PACKED:
         second = tl.inline_asm_elementwise(
             _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2

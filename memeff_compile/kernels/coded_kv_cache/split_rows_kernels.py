@@ -2,10 +2,10 @@
 """Kernels of the implementation `rows`: attention over directions (vectors of length one) that two
 layers share, each direction with one length per layer.
 
-Program i of n processes tiles i, i + n and so on, all in one softmax. The tiles are those of the
-directions, then of the window of latest tokens and of the unmerged rows. A key's length multiplies
-its score; a value's length multiplies its softmax weight. Scores have tokens as rows and query
-heads as columns, as in `split_codes_kernels`, whose second kernel combines the partial results.
+Program i of n processes tiles i, i + n and so on. The tiles are those of the directions, then of
+the window of latest tokens and of the unmerged rows. A key's length multiplies its score; a value's
+length multiplies its softmax weight. Scores have tokens as rows and query heads as columns, as in
+`split_codes_kernels`, whose second kernel combines the partial results.
 """
 
 from __future__ import annotations

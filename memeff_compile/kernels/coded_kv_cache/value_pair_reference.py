@@ -96,8 +96,8 @@ def share_values(
 ) -> None:
     """Encode the shared directions of groups of values.
 
-    The scales include the lengths of the lower layer's values. `norms` contains the ratios of the
-    upper layer's lengths to the lower layer's lengths.
+    The stored scales are already multiplied by the lengths of the lower layer's values. `norms`
+    contains the ratios of the upper layer's lengths to the lower layer's lengths.
     """
     shared, lower, _, maps = pair
     depth = values[0].shape[3]

@@ -45,8 +45,9 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory in the lists of a compressed weight, because later values of the weight may need
-    longer lists."""
+    """Spare memory at the end of a compressed weight's lists, because later values of the weight
+    may need longer lists. The lists are the tensors whose length depends on the values
+    (`layout.LISTS`)."""
 
     share: float = 0.0  # spare elements, as a share of the elements that are used now
     least: int = 0  # the fewest spare elements
@@ -224,8 +225,8 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
     """Return the tensors that encode a nonempty bf16 weight, in the order of `form.parts`.
 
-    If these tensors have spare memory, `encode_soon` can encode later values of a lossless weight
-    into them.
+    `room` is the spare memory of these tensors. If the format is lossless, `encode_soon` can encode
+    later values of the weight into the same tensors.
     """
     whole = as_patterns(weight)
     if form.is_lossless:
@@ -236,7 +237,10 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
 
 
 def _encode(patterns: Tensor, form: Format, room: Room) -> list[Tensor]:
-    """Return the tensors that encode bit patterns without loss, even if the format is lossy."""
+    """Return the tensors that encode the given bit patterns exactly.
+
+    For a lossy format, the caller has already rounded the weights with `normalise`.
+    """
     if form.codec == "win4":
         counts, header = histogram(patterns, sampled(patterns.numel())), _empty(patterns, 1)
         # The window is chosen without waiting for the GPU.
@@ -256,8 +260,10 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a new value of a weight into its existing tensors, with the exponent windows of its
-    old value. An exponent window is the range of exponents that have a code.
+    """Encode a new value of a weight into its existing tensors.
+
+    The codecs `win4` and `tier` keep the exponent windows of the old value. An exponent window is a
+    range of exponents that have a code.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
     GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer (memory for a
@@ -284,9 +290,10 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
     update the weight.
 
-    Return the numbers of patches in the form that the function `_list_win4` needs. Patches are
-    weights whose exponent is outside of the window, the range of exponents that have a code. The
-    old weight's patches are read only if there is an optimizer step.
+    Return the number of patches in each chunk, and which groups have patches, as the function
+    `_list_win4` needs them. Patches are weights whose exponent is outside of the window, the range
+    of exponents that have a code. The old weight's patches are read only if there is an optimizer
+    step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -357,8 +364,11 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write a weight's codes into bit streams that contain zeros and whose starts are known, and
-    write the weight's signs and mantissas."""
+    """Write a weight's codes, signs and mantissas.
+
+    The second and the third bit stream must contain zeros. The index at which each chunk starts in
+    these streams must already be written.
+    """
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     tensors = (words, header, first, second, third, stream_starts, signs)
@@ -493,9 +503,10 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
     multiple of the chunk size.
 
-    The buffer contains 16-bit numbers. If the codec is `tier` or `rans` and there is an optimizer
-    step (`by`), the buffer first contains a gradient and then the updated weight. For the codec
-    `win4`, this function ignores `by`: `_code_win4` updates and encodes in one kernel.
+    The buffer contains 16-bit numbers. If the codec is `tier` or `rans` and `by` is an optimizer
+    step, the caller passes a gradient in the buffer. This function overwrites the gradient with the
+    updated weight. For the codec `win4`, this function ignores `by`: `_code_win4` updates and
+    encodes in one kernel.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))

@@ -3,7 +3,8 @@ bits are stored unchanged.
 
 The upper 16 bits of an fp32 number form a bf16 number. An fp16 number has 5 exponent bits and 10
 mantissa bits. Its sign, its exponent and its upper 7 mantissa bits form a bf16 number with a small
-exponent. So a codec only handles bf16 weights, and decoding restores every bit.
+exponent. So codecs only have to encode bf16 weights, and decoding restores every bit of the fp32 or
+fp16 weight.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ zeros to a whole number of chunks (blocks of fixed size). Every codec stores the
 of each pattern as one byte, and encodes the exponent. A kernel rebuilds two neighbouring weights at
 once, in one 32-bit word. So all codecs use the following order inside a group of 256 weights:
 
-    group[64 * q + 2 * j + h] is half h of pair q (0 to 3) of thread j (0 to 31) of a warp
+    group[64 * q + 2 * j + h] is weight h (0 or 1) of pair q (0 to 3) of thread j (0 to 31)
 
-Neighbouring threads of a warp read neighbouring words of every buffer.
+A pair is one of the four 32-bit words that a thread of a warp rebuilds. Neighbouring threads of a
+warp read neighbouring words of every buffer.
 """
 
 from __future__ import annotations
@@ -143,10 +144,10 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return the stride between the runs (stretches of consecutive weights) that the codec `win4`
-    samples to choose an exponent window.
+    """Return the number n for which the codec `win4` reads every n-th run of consecutive weights to
+    choose an exponent window.
 
-    With 1, the codec reads all weights.
+    With n = 1, the codec reads all weights.
     """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
@@ -164,7 +165,8 @@ def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int
 def win4_header(counts: Sequence[int]) -> list[int]:
     """Return the exponent just below the window of 15 exponents that contains the most weights.
 
-    The result is below 128, so that 2^result is a float32 number and one product rebuilds a weight.
+    Kernels rebuild a weight by one multiplication by 2^result. The result is below 128, so that
+    2^result is a finite float32 number.
     """
     return [best_window(counts, 15, 1, 128) - 1]
 

@@ -58,9 +58,10 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights.
+    """Return a 32-bit word with the sign and mantissa bits of four pairs of neighbouring weights.
 
-    The bits of neighbouring weights are 16 positions apart.
+    The first weight of each pair has its bits in the lower half of the word. The second weight's
+    bits are 16 positions higher. With FIELD 8, the word has two pairs and stays unchanged.
     """
     word = word.to(gl.int32)
     if FIELD == 2:
@@ -151,10 +152,11 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where some rows of the weight are stored, and the range of their patches.
+    """Return where some rows of the weight are stored, and the range of their patches (uncoded
+    elements) in the lists of patches.
 
     Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. Patches are uncoded elements.
+    position in the first chunk.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -168,8 +170,9 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return the indices of the patches (uncoded elements) that each warp loads at a time,
-    (WARPS, PATCHES).
+    """Return the indices of the patches (uncoded elements) that each warp loads at a time.
+
+    The result has the shape (WARPS, PATCHES).
     """
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
     plain: gl.constexpr = gl.BlockedLayout(
@@ -293,8 +296,8 @@ def _later_patches(
 
     This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
     patches at a time. In each round, it loads the list indices at which the patches of each chunk
-    end. One function for all rounds took more registers, which made products with few mantissa bits
-    slower (docs/measured/compressed-weights.md).
+    end. One function for all rounds took more registers. That one function made products of weights
+    with few mantissa bits slower (docs/measured/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -349,8 +352,10 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Multiply two of the four pairs of weights that each thread has of a group, and add the
-    products to `acc`.
+    """Multiply half of a group of weights by their columns of x, and add the products to `acc`.
+
+    Each thread has four pairs of weights of the group. Two of these pairs are multiplied: the first
+    by `x_0`, the second by `x_1`.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
@@ -502,7 +507,10 @@ def _coded_weight_matrix_win4_several_kernel(
 def _half_operand(
     codes, fields, power, norms, STEP: gl.constexpr, layout: gl.constexpr, C: gl.constexpr
 ):
-    """Decode a quarter of a group of 256 weights to bf16: 64 columns, in the order of `x_order`."""
+    """Decode 64 of the 128 columns of half a group of weights to bf16.
+
+    The columns are in the order in which `_coded_weight_win4_order_kernel` writes the columns of x.
+    """
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
     pair = _scaled_pair(pair, _row_scale(power, norms[2 * STEP], C))
@@ -690,8 +698,8 @@ def _coded_weight_matrix_win4_wide_kernel(
 
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
-    kernel multiplies the patches (uncoded elements) last. Each 64 patches form one more step,
-    together with the columns of x that they are multiplied by.
+    kernel multiplies the patches (uncoded elements) last. One step multiplies 64 patches by the
+    columns of x that belong to them.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

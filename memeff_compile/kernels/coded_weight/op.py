@@ -4,10 +4,11 @@ autograd.
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
 the ops take the weight's coded tensors as separate arguments, so an inner compiler sees these
-tensors. `coded_weight_product` chooses at run time. For a few tokens, one kernel decodes and
-multiplies. Otherwise a kernel decodes the weight into a temporary buffer, and the GPU's matrix
-library multiplies. If a gradient is needed, the op `coded_weight_decode` and an ordinary linear run
-instead. Results then equal the results of a dense layer bit for bit (`trained_product`).
+tensors. The op `coded_weight_product` chooses between two ways of multiplying at run time. For a
+few tokens and the codec `win4`, one kernel decodes and multiplies. Otherwise a kernel decodes the
+weight into a temporary buffer, and the GPU's matrix library multiplies. If a gradient is needed,
+the op `coded_weight_decode` and an ordinary linear run instead. Results then equal the results of a
+dense layer bit for bit (`trained_product`).
 """
 
 from __future__ import annotations
@@ -121,12 +122,12 @@ def encode_soon(
     """Encode a new value of a weight into its existing tensors. Return whether the value's codes
     fitted.
 
-    If the value did not fit, the contents of these tensors are invalid, and the caller must
-    allocate new tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These
-    codecs return an `Outcome`, which tells later whether the value fitted. Until then no code may
-    read the coded tensors. Without a spill buffer (memory for values whose codes do not fit), the
-    caller must keep the dense value until then. A lossy codec raises an error for values that are
-    not finite.
+    If the value did not fit, the contents of `parts` are invalid, and the caller must allocate new
+    tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These codecs return an
+    `Outcome`, which tells later whether the value fitted. Do not read the coded tensors before
+    `Outcome.fits` has returned True. A spill buffer is memory for values whose codes do not fit.
+    Without one, the caller must keep the dense value until `Outcome.fits` has returned. A lossy
+    codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -139,7 +140,7 @@ def encode_soon(
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
-    """Return whether `step` supports a gradient for weights of a given codec."""
+    """Return whether `codecs.step` can apply a gradient to weights of a given codec."""
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
@@ -357,8 +358,8 @@ def _gradients(
 
 
 def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Run a linear layer with its gradients, and save the operands of the backward pass before the
-    product.
+    """Compute a linear layer with autograd. Before the matrix product, save the tensors that the
+    backward pass needs.
 
     An activation checkpoint stops its recomputation as soon as it has saved all tensors that the
     forward pass saved. With `F.linear`, the recomputation stops before the last product of the

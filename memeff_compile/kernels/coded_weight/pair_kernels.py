@@ -173,9 +173,10 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa bits of eight weights.
+    """Return a 32-bit word with the sign and mantissa bits of four pairs of neighbouring weights.
 
-    The bits of neighbouring weights are 16 positions apart.
+    The first weight of each pair has its bits in the lower half of the word. The second weight's
+    bits are 16 positions higher.
     """
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -215,8 +216,10 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return 32-bit words, (groups, 1 or 32), that each contain the same bf16 number twice: a power
-    of two times a group's normaliser (scale).
+    """Return 32-bit words that each contain the same bf16 number twice: a power of two times a
+    group's normaliser (scale).
+
+    The shape is (groups, 32) if BLOCK is 32, otherwise (groups, 1).
     """
     is_in = group >= 0
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK).to(tl.int32)[:, None]
@@ -336,10 +339,11 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write, to a spill buffer, the lengths that COUNT lists need.
+    """Write the lengths that a weight's lists need to the header of a spill buffer.
 
-    The spill buffer is memory for weights whose codes do not fit. If a list was too short, also
-    write the weight's value there.
+    The spill buffer is memory for weights whose codes do not fit. The weight has COUNT lists, the
+    tensors whose length depends on its values. If one of these lists is too short, also write the
+    weight's value to the spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
@@ -359,10 +363,10 @@ def _coded_weight_pair_shelter_kernel(
 def _coded_weight_pair_histogram_kernel(
     weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Count the exponents in one of every `every` runs. A run is a stretch of BLOCKS * BLOCK
-    consecutive weights.
+    """Count how often each exponent occurs in every n-th run of weights, where n is `every`.
 
-    The counts do not depend on the order of the programs.
+    A run consists of BLOCKS * BLOCK consecutive weights. The counts do not depend on the order of
+    the programs.
     """
     first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)

@@ -23,7 +23,8 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     """Return a tuple that describes the weight on which a program of the kernel works:
 
     - the weight's index, and the program's index within the weight;
-    - the allocation, the values, the number of chunks, and the number of chunks of earlier weights;
+    - the weight's allocation, and the memory of its gradient or its new values;
+    - the number of chunks of the weight, and that of all earlier weights;
     - the number of patches (uncoded elements) for which the allocation has space.
 
     Only this function branches on the weight's index, so that the kernel's other code is compiled

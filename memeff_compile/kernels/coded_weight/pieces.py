@@ -190,8 +190,8 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
 
     The gradients are bf16, padded to whole chunks, and the kernel overwrites them with the new
     weights. The updated weights equal, bit for bit, those that `codecs.step` and then `encode_soon`
-    give. The allocations are invalid until `list_patches` has processed this function's result. If
-    memory runs out, this function raises an error and has changed no weight.
+    give. The contents of `pieces` are invalid until `list_patches` has processed this function's
+    result. If memory runs out, this function raises an error and has changed no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)

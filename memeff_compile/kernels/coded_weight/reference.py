@@ -95,8 +95,8 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
     kernels read.
 
     Fields of eight bits take two words per thread of a warp. Each word contains two pairs of
-    fields, one in its even bytes and one in its odd bytes. Smaller fields of one thread of a warp
-    follow one another, in 8, 16 or 32 bits.
+    fields, one in its even bytes and one in its odd bytes. Smaller fields are stored one after
+    another. The eight fields of a thread then take 8, 16 or 32 bits together.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -125,8 +125,9 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return one list of patches (uncoded elements), as starts, positions and values, from the
-    lists of consecutive blocks.
+    """Join the lists of patches (uncoded elements) of consecutive blocks of weights into one list.
+
+    Return the index at which each chunk's patches start, their positions and their values.
     """
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
@@ -136,7 +137,7 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
     """Return the flat indices of the patches (uncoded elements).
 
-    The list itself may have spare space after the patches.
+    The function does not read the spare space that `places` may have after the last patch.
     """
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
@@ -204,7 +205,7 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 def tier_order(flat: Tensor) -> Tensor:
     """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values.
 
-    A warp's 32 words cover 512 values in a row. Each word has two neighbouring values from each
+    A warp's 32 words cover 512 consecutive values. Each word has two neighbouring values from each
     eighth of these 512 values.
     """
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
@@ -421,9 +422,10 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
 def with_signs(
     parts: Sequence[Tensor], form: Format, whole: Tensor, patterns: Tensor
 ) -> list[Tensor]:
-    """Return the coded exponents `parts`, and add the tensor of sign and mantissa fields of the bit
-    patterns `patterns`. The bits of a patch (an uncoded element) come from `whole`, the weight
-    to encode.
+    """Return the tensors `parts` (the coded exponents), followed by the tensor of the sign and
+    mantissa fields of `patterns`.
+
+    The bits of a patch (an uncoded element) come from `whole`, the weight to encode.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

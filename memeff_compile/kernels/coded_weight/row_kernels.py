@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that multiply one token by weights compressed with the codec win4, lossless or lossy, and
-decode the weights themselves.
+"""Kernels that multiply one token by weights compressed with the codec win4, lossless or lossy. The
+kernels decode the weights while multiplying.
 
 A win4 code is a weight's exponent minus the number `base`. The kernel uses the code itself as the
-exponent of a number, and then multiplies this tiny number by 2^base. Code 0 without mantissa bits
-is zero. For a lossy weight, the kernel multiplies by 2^base times the normaliser (scale) of the
-weight's block. One instruction multiplies and rounds both weights of a pair word (a 32-bit word of
-two bf16 weights). So the kernel multiplies x by exactly the weights that decoding would give.
+exponent of a number, and then multiplies this tiny number by 2^base. If the code and all mantissa
+bits are 0, the number is zero. For a lossy weight, the kernel multiplies by 2^base times the
+normaliser (scale) of the weight's block. One instruction multiplies and rounds both weights of a
+pair word (a 32-bit word of two bf16 weights). So the kernel multiplies x by exactly the weights
+that decoding would give.
 
 In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
 """
@@ -33,10 +34,11 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return where some rows of the weight are stored, and the range of their patches.
+    """Return where some rows of the weight are stored, and the range of their patches (uncoded
+    elements) in the lists of patches.
 
     Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. Patches are uncoded elements.
+    position in the first chunk.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -91,8 +93,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
     """Add the products of x with the eight weights of each word to `acc`.
 
-    `scale` is 2^base, by which decoded weights are multiplied: with PACKED, twice in one 32-bit
-    word, otherwise a single number.
+    Decoded weights are multiplied by the number 2^base. With PACKED, `scale` is a 32-bit word that
+    contains this number twice. Otherwise `scale` is the number.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
@@ -203,10 +205,9 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes, and the sign and mantissa fields, of some groups of weights of each row,
-    (ROWS, GROUPS, 32).
+    """Load the codes, and the sign and mantissa fields, of some groups of weights of each row.
 
-    Also load the groups' normalisers (scales).
+    Both tensors have the shape (ROWS, GROUPS, 32). Also load the groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last

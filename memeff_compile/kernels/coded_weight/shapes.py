@@ -139,7 +139,7 @@ def _fills_rounds(programs: int, places: int) -> bool:
     `places` programs at the same time. The result is true in two cases:
 
     - All programs run at the same time.
-    - They run in several rounds whose programs together use most of these `places`.
+    - They run in several rounds, which on average fill at least `LEAST_FULL` of the `places`.
     """
     rounds = -(-programs // places)
     return rounds == 1 or programs >= LEAST_FULL * rounds * places

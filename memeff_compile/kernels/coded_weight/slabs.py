@@ -1,9 +1,11 @@
-"""Pack the lists of many compressed weights into a few large allocations.
+"""Pack the lists (tensors of irregular length) of many compressed weights into a few large
+allocations.
 
 Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
-lists of irregular length. If each list had its own allocation, PyTorch's allocator would round the
-list's size up, by as much as one MiB. For weights of Llama-3-8B's shape with the codec `tier`, this
-rounding costs 71 MiB. In a shared allocation, lists are stored without gaps.
+lists whose length depends on the weight's values. If each list had its own allocation, PyTorch's
+allocator would round the list's size up, by as much as one MiB. For weights of Llama-3-8B's shape
+with the codec `tier`, this rounding costs 71 MiB. In a shared allocation, lists are stored without
+gaps.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ def side_by_side(
     *,
     whole: bool = False,  # all parts of a weight next to each other, where its codec allows it
 ) -> None:
-    """Move the lists of several compressed weights into a few shared allocations, with spare memory
-    after each list.
+    """Move the lists (tensors of irregular length) of several compressed weights into a few shared
+    allocations. Each list gets spare memory (`room`) at its end.
+
+    The length of such a list, for example the list of uncoded elements, depends on the weight's
+    values.
 
     The function copies the lists of one weight after another into a new allocation. The function
     frees a weight's old lists after copying them, so one extra allocation is needed temporarily.

@@ -43,11 +43,12 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, until it is known whether its codes fitted into the memory of the
-    old codes.
+    """A new value of a weight, until it is known whether the value's codes fit into the memory of
+    the old codes.
 
-    If the codes did not fit, the value is encoded again. The value comes from the spill buffer
-    (memory for values whose codes do not fit) or from the dense value, which is kept until then.
+    If the codes do not fit, the value is encoded again. The value then comes from the spill buffer
+    (memory for values whose codes do not fit). Without a spill buffer, this object keeps the dense
+    value until `settle` has returned.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -66,7 +67,7 @@ class Unsettled:
         """Record whether the codes fitted into the old codes' memory. If not, `refuge` is the
         buffer that contains the weight's value. The dense value may then be freed.
 
-        The dense value is kept until the spill buffer contains it, even if an error occurs before.
+        If this method raises an error, the object still keeps the dense value.
         """
         self._outcome = outcome
         if isinstance(outcome, bool):
@@ -335,8 +336,8 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """If `store_soon` began to encode a new value, wait until it is known whether the codes
-        fitted."""
+        """If `store_soon` began to encode a new value, wait until the GPU has finished. If the new
+        codes did not fit into the memory of the old codes, encode the value again."""
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -397,9 +398,9 @@ class CodedWeight(Tensor):
         """Encode a new value in place, without waiting for the GPU to report whether its codes
         fitted.
 
-        Call `settle` on the result; code that reads the weight also calls `settle`. Raise
-        CodedWeightError if memory runs out while the codes are written. The dense value is then
-        kept, and encoded when the weight is next read.
+        Call `settle` on the result to wait for this report. If the weight is read before, the read
+        itself calls `settle`. Raise CodedWeightError if memory runs out while the codes are
+        written. The dense value is then kept, and encoded when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -419,18 +420,18 @@ class CodedWeight(Tensor):
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
-        """Overwrite a gradient, for which `steps` has returned True, with the weight after an
-        optimizer step, like `codecs.step`.
+        """Overwrite a gradient with the weight's value after an optimizer step, as `codecs.step`
+        does.
 
-        The weight is invalid until `store_soon` has stored the new value. Pass this function's
-        result to `store_soon` as `counts`.
+        `steps` must have returned True for the gradient. The weight is invalid until `store_soon`
+        has stored the new value. Pass this function's result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
-        """Encode a bf16 tensor of the weight's shape into newly allocated tensors, with the spare
-        memory `self.room`."""
+        """Encode a bf16 tensor of the weight's shape into newly allocated tensors. `self.room` says
+        how much spare memory the new tensors get."""
         parts = op.encode(dense, self.codec, self.room)
         self.show_all(parts if self.piece is None else [pieces.joined(parts, dense.numel())])
         self.times_anew += 1
@@ -740,7 +741,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a handler that runs a function on decoded values.
 
-    This handler raises the same errors as dense tensors do.
+    If the function raises an error for dense tensors, this handler raises the same error.
     """
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -814,8 +815,10 @@ _READ_ONLY: dict[type, type] = {
 
 
 def _untyped_storage(weight: CodedWeight | CodedWeightView) -> torch.UntypedStorage:
-    """Return a read-only storage that contains no bytes: other code can only read its size, and
-    whether two storages are the same.
+    """Return a read-only storage without memory.
+
+    Other code can only read the storage's size and compare the storage with other storages. The
+    size is that of the decoded weight.
     """
     if isinstance(weight, CodedWeightView) and type(weight.plain) is Tensor:
         held = vars(weight)

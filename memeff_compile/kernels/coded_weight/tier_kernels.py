@@ -2,10 +2,11 @@
 """GPU kernels of the codec `tier`. A thread decodes sixteen weights, with one 2-bit code each from
 a first stream, and further bits from a second and a third stream.
 
-A 2-bit code of 3 means that the weight has more bits in the second stream. So a thread's position
-in the second stream is the number of 2-bit codes equal to 3 before the thread's own word. The
-kernel finds this position with one bit count and one prefix sum per sixteen weights. A second bit
-count and a second prefix sum give the thread's position in the third stream.
+A 2-bit code of 3 means that the weight has more bits in the second stream. A thread decodes one
+word, which contains sixteen 2-bit codes. So a thread's position in the chunk's second stream is the
+number of codes equal to 3 in the chunk's earlier words. The kernel finds this position with one bit
+count and one prefix sum per sixteen weights. A second bit count and a second prefix sum give the
+thread's position in the third stream.
 """
 
 from __future__ import annotations
@@ -182,10 +183,10 @@ def _coded_weight_tier_decode_kernel(
 
 @triton.jit
 def _codes(pattern, windows):
-    """Return the codes of a 16-bit weight pattern in all three windows, and its byte of sign and
-    mantissa.
+    """Return the three codes of a weight, one for each window, and the byte that contains the
+    weight's sign and mantissa.
 
-    A window is a range of exponents that have codes.
+    A window is a range of exponents that have codes. `pattern` contains the weight's 16 bits.
     """
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
@@ -247,7 +248,8 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 
 @triton.jit
 def _append(stream_ptr, bits, start, at, room, is_any):
-    """Set at most 64 bits in a zeroed stream, starting `at` bits after the word `start`.
+    """Set at most 64 bits in a zeroed stream. The first of them is bit `at`, counted from the
+    beginning of the word with the index `start`.
 
     No other thread sets the same bits, so the order of threads does not matter. Bits after
     the stream's `room` words are dropped.

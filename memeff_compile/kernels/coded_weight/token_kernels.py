@@ -8,14 +8,15 @@ bits of four weights, and another instruction turns the bits of two weights into
 kernel multiplies the sum of products over each group by the group's normaliser (scale), instead of
 multiplying each weight by the normaliser.
 
-x is converted to fp16 as well, divided by a power of two such that its largest number is just below
-2^15. Numbers in x that are smaller than 2^-29 times the largest number lose bits. The error of such
-numbers is at most 2^-39 times the largest number. The tensor core multiplies 16 rows by 8 columns;
-all 8 columns are the same token.
+The kernel divides x by a power of two and then converts x to fp16. After the division, the largest
+number in x is just below 2^15. Numbers in x that are smaller than 2^-29 times the largest number
+lose bits. The error of such numbers is at most 2^-39 times the largest number. The tensor core
+multiplies 16 rows by 8 columns; all 8 columns are the same token.
 
-The kernel may permute the columns (K), as long as weights and x have the same order. Word w of a
-group of 256 columns contains the eight columns `128 i + 64 o + 2 w + h`, with i, o and h each 0 or
-1. From every word, operand 2 o + h of the tensor core takes the two columns with this o and h.
+The columns of the weight are the dimension K of the sum. The kernel may permute them, if it
+permutes x in the same way. Word w of a group of 256 columns contains the eight columns
+`128 i + 64 o + 2 w + h`, with i, o and h each 0 or 1. From every word, operand 2 o + h of the
+tensor core takes the two columns with this o and h.
 
 Variable names have the same meaning as in `matrix_kernels`.
 """

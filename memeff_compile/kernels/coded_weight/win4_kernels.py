@@ -190,8 +190,9 @@ def encode_chunk(
     (uncoded elements) and write their positions.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. The kernel also writes updated patches (uncoded elements) to the
-    gradient's memory, and reads them from there later.
+    read and written once. If the chunk had patches (uncoded elements) before the step, the kernel
+    writes the updated patches to the gradient's memory. The kernel then reads the chunk's updated
+    weights from there and encodes them.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -350,8 +351,8 @@ def _coded_weight_win4_lists_kernel(
 
 @triton.jit
 def _coded_weight_win4_window_kernel(counts_ptr, header_ptr):
-    """Write the exponent below the window of 15 exponents that contains the most weights, like
-    `win4_header`."""
+    """Choose the window of 15 exponents that contains the most weights, and write the exponent just
+    below it. The function `layout.win4_header` makes the same choice."""
     exponent = tl.arange(0, 256)
     count = tl.load(counts_ptr + exponent)
     start = 1 + tl.arange(0, 128)

@@ -61,7 +61,7 @@ def bytes_after(
 
 
 def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
-    """Return the bytes of the partial sums that exist at the same time.
+    """Return the most bytes that partial sums take at any one time.
 
     The implementation `sorted` has two fp32 partial sums per chunk of 32 tokens. The implementation
     `reference` sums a block of columns at a time. `reference` has four fp32 matrices (fp64 for fp64

@@ -1,10 +1,10 @@
 """Look up embeddings in tables that DTensor splits over ranks: each rank looks up its own rows.
 
-Before: `x = embedding(ids, W)`, where W has the placement Shard(0), and x is a DTensor whose ranks
-have summands that are not yet added up.
+Before the rewrite: `x = embedding(ids, W)`, where W has the placement Shard(0). The result x is a
+DTensor with the placement Partial. So the ranks' local tensors must still be added up.
 
-After: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is the rank's
-shard of W.
+After the rewrite: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is
+the rank's shard of W.
 
 DTensor computes the V x D gradient of all rows of W on every rank, and then keeps only the rank's
 own rows. With these ops, a rank computes only the gradient of its own rows.
@@ -108,7 +108,11 @@ def over_ranks(rows: Tensor, table: Any, ids: Any) -> Any:
 
 
 def added_up(rows: Any) -> Any:
-    """Return the sum of the rows of all ranks, on every rank."""
+    """Add the ranks' local tensors element by element where the placement is Partial, and return
+    the sum on every rank.
+
+    Other placements do not change.
+    """
     return rows.redistribute(placements=_without_sums(rows.placements))
 
 

@@ -17,7 +17,7 @@ from ..device import on_device
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
-    """Write `act(gate) * up` into `out`, like `reference.product`, for 16 or 32 bits."""
+    """Write `act(gate) * up` into `out`, like `reference.product`, in bf16, fp16 or fp32."""
     _launch("_gated_linear_in_place_product_kernel", gate, up, out, activation)
 
 

@@ -35,8 +35,10 @@ ENGINES = {
 def supports(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> str | None:
-    """Return why the op does not support `gate` and `up`, (..., I), and a weight (D, I), or
-    None if it does."""
+    """Return the reason why the op does not support the given tensors, or None if it supports them.
+
+    `gate` and `up` have the shape (..., I), and `weight` has the shape (D, I).
+    """
     if activation not in ACTIVATIONS:
         return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
     named = {"gate": gate, "up": up, "weight": weight, "bias": bias}

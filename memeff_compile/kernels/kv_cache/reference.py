@@ -2,9 +2,9 @@
 key-value head at a time.
 
 This implementation works on any device and in any floating dtype. If the cache is in CPU memory,
-this implementation reads only the filled positions. If the cache is on a GPU, the CPU would have to
-wait for the number of filled positions. So this implementation reads the whole cache under a mask
-instead. Keys and values are never repeated for query heads that share them.
+this implementation reads only the filled positions. If the cache is on a GPU, this implementation
+reads the whole cache under a mask. To learn the number of filled positions, the CPU would have to
+wait for the GPU. Keys and values are never repeated for query heads that share them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
 
 
 def _per_row(seen: Tensor, repeat: int, queries: int) -> Tensor:
-    """Repeat each query's visible keys for all heads that share a key-value head."""
+    """Repeat the mask `seen` for every query head that shares a key-value head.
+
+    The mask says which keys each query may attend to.
+    """
     if seen.shape[2] == 1 or repeat == 1:
         return seen
     batch, _, _, keys = seen.shape

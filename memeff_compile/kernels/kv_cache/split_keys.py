@@ -54,9 +54,10 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the number of elements that is the unit of the keys' strides in kernel arguments.
+    """Return the number by which the keys' strides are divided before they are passed to a kernel.
 
-    The result is 1 if Triton detects by itself that the strides are divisible by 16.
+    The kernel multiplies the strides by this number again. The result is 1 if Triton detects by
+    itself that the strides are divisible by 16.
     """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1
@@ -65,9 +66,9 @@ def alignment(*strides: int) -> int:
 def _in_units(cache: Tensor, align: int) -> Cells:
     """Return a cache tensor and its strides as kernel arguments.
 
-    The strides of keys are given in units of `align` elements, because Triton detects only strides
-    that are multiples of 16. Without such units, rows of 100 elements would be read element by
-    element.
+    The keys' stride is divided by `align`, and the kernel multiplies it by the constant `align`. So
+    Triton knows that the stride is a multiple of `align`. By itself, Triton detects only multiples
+    of 16, and would read rows of 100 elements element by element.
     """
     batch, head, key, depth = cache.stride()
     return Cells(cache, batch, head, key // align, depth)

@@ -30,11 +30,13 @@ The GPU permutes the rows so that all products leave out the ignored rows. The C
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
 a hidden size that is a multiple of 8, and a contiguous weight.
 
-An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. On an H200, the
-forward plus backward pass of a loss per row should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12
-seconds. The first term is the time of four matrix products. The second term is the time to read and
-write the hidden states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12
-seconds. The lower bounds (at 790e12 operations per second) and the predictions are:
+An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. Consider a loss that
+returns one number per row, with a backward pass by blocks of classes. On an H200, the forward plus
+backward pass of this loss should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds. The first
+term is the time of four matrix products. The second term is the time to read and write the hidden
+states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12 seconds, and
+additional time for the exponentials of the logits. A lower bound of this time is 3 * 2NDV / 790e12
+seconds. The lower bounds and the predicted times of a scalar loss are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
@@ -345,7 +347,7 @@ class BackwardByClasses(Differentiating):
 
 
 class ByRows(RowWalk):
-    """A loop over blocks of R rows that computes X, and then the gradients from X.
+    """A loop over blocks of R rows that computes a matrix X, and then the gradients from X.
 
     X is the logits' gradient of a block up to a factor per row. X has R rows, and one column per
     class, padded to whole tiles. The attribute `step` is R, `columns` is the width of a tile of X,
@@ -392,10 +394,14 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Add the products with X (the logits' gradient up to a factor per row) to the gradients.
+        """Compute one block's parts of the gradients from X, and add them to the gradients.
 
-        The method uses the kernels that this Triton version supports. For the weight's gradient
-        (dC), X is multiplied by `factor`, (R, D), which contains zeros after the last row.
+        X is the logits' gradient up to a factor per row.
+
+        For the hidden states' gradient (dE), X is multiplied by the weight. For the weight's
+        gradient (dC), X is multiplied by the (R, D) matrix `factor`. Rows of `factor` after the
+        block's last row are zero or do not exist. The method uses the kernels that this Triton
+        version supports.
         """
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
@@ -455,8 +461,9 @@ class ByRows(RowWalk):
 class BackwardByRows(ByRows):
     """The backward pass by blocks of rows.
 
-    A `ByRows` loop multiplies a matrix X, with a factor for each row. Here, X is the logits'
-    gradient G itself, so each factor is 1."""
+    A `ByRows` loop computes a matrix X that is the logits' gradient G up to a factor per row. Here,
+    X is G itself, so each factor is 1.
+    """
 
     def __init__(
         self,
@@ -640,6 +647,8 @@ def add_columns(
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a tile of the logits' gradient G needs no more registers than for a loss
-    without bias, softcap and sums of logits."""
+    """Return whether a loss has no bias, no softcap and no sums of logits.
+
+    Only for such a loss do the registers suffice for the wider tiles of the logits' gradient G.
+    """
     return bias is None and not (settings.softcap or settings.with_logit_sum)

@@ -8,14 +8,15 @@ The epilogue (the code after a tile's product) uses the tile of logits in one of
 - It writes a tile of the logits' gradient G, if these statistics are known.
 - It writes a tile of X (the logits' gradient up to a factor per row).
 
-An element of X is X_ij = exp(z_ij - base_i). With a softcap, the element is X_ij = exp(z_ij -
-base_i) * dz/ds, where s is the product before the softcap. Both kinds of X_ij are rounded once to
-16 bits. The number base_i is near the largest logit of row i. This number is known before the
-logits are computed, so writing X need not wait for the log-sum-exp. The factor that turns row i of
-X into gradients is exp(base_i - lse_i) times the scale. Here, lse_i is the row's log-sum-exp. The
-products of X with other matrices apply this factor. In the column of a row's target class, X
-contains (p - 1) / factor, where p is the target's probability. So the subtraction is not done in 16
-bits. Ranks that split the vocabulary exchange log-sum-exps after writing X.
+For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i). The number base_i is near the
+largest logit of row i. With a softcap, the element is X_ij = exp(z_ij - base_i) * dz/ds, where s is
+the product before the softcap. Both kinds of X_ij are rounded once to 16 bits. The number base_i is
+known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor
+that turns row i of X into gradients is exp(base_i - lse_i) times the scale. Here, lse_i is the
+row's log-sum-exp. The kernels that multiply X by other matrices apply the factor of each row. In
+the column of a row's target class, X contains (p - 1) / factor, where p is the target's
+probability. So the subtraction is not done in 16 bits. Ranks that split the vocabulary exchange
+log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
@@ -219,10 +220,11 @@ def _linear_cross_entropy_hopper_merge_kernel(
 
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
-    """Return G = dloss/ds for one tile in fp32, with zeros in rows and columns beyond the tensor.
+    """Return G, the gradient of the loss by s, for one tile in fp32.
 
-    The matrix s is the product from which the logits are computed. `place` contains the rows'
-    indices, which of the rows exist, and the columns' indices.
+    The matrix s is the product of hidden states and weight from which the logits are computed. Rows
+    and columns of the tile that are beyond the tensor are zero. `place` contains the rows' indices,
+    which of the rows exist, and the columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -356,11 +358,11 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """Write dC = G^T E for a block of classes, and then add G C to dE, in one launch.
+    """For a block of classes, write the weight's gradient dC = G^T E. In the same launch, add the
+    block's part G C to the hidden states' gradient dE.
 
-    E is the hidden states, and C the block's rows of the weight. Their gradients are dE and dC. The
-    tiles of the second product use the multiprocessors that the first product's last programs leave
-    idle.
+    G is the logits' gradient, E the hidden states, and C the block's rows of the weight. The tiles
+    of the second product use the multiprocessors that the first product's last programs leave idle.
     """
     rows_here = rows
     if C.HAS_KEPT:
@@ -541,11 +543,12 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Check each row's base, then merge the row's statistics in a fixed order.
+    """Check the base of each row, or, with FINAL, merge the statistics of each row in a fixed
+    order.
 
-    The base is the number subtracted from the row's logits, and must be close enough to the largest
-    logit. If ranks split the vocabulary, this kernel only writes the statistics that the ranks
-    exchange, and another kernel computes the loss.
+    The base is the number that is subtracted from a row's logits. It must be close enough to the
+    row's largest logit. If ranks split the vocabulary, this kernel only writes the statistics that
+    the ranks exchange, and another kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)

@@ -9,9 +9,9 @@ again, strip by strip. A kernel turns each strip into the logits' gradient G in 
 Then cuBLAS writes the product of G and the hidden states into the block's rows of the weight's
 gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
 the weight's rows to the hidden states' gradient (dE) in fp32. The logits' gradient G has its own
-buffer, because writing G over the fp32 strip would save no memory. A separate buffer and a narrower
-strip together take the same bytes. If G overwrote the strip, the results would also depend on the
-order in which warps read and write.
+buffer, because writing G over the fp32 strip would save no memory. A narrower strip and a separate
+buffer for G together take as many bytes as a wide strip that G overwrites. If G overwrote the
+strip, the results would also depend on the order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
 blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all
@@ -32,9 +32,10 @@ On an H200, forward plus backward pass take at least the sum of the first three 
 For N, D, V = 16384, 2048, 128256, the four times of this list are 43.6, 4.9, 2.0 and 3.9 ms. For N,
 D, V = 8192, 2304, 256000, the times are 48.9, 4.9, 2.4 and 3.9 ms. A frozen projection with an
 adapter takes at least 2 * 2NDV / 790e12 seconds for products. In 16 bits, the memory traffic takes
-at least 26 NV / 4.28e12 seconds. The fp32 logits are written, added to and read twice. The gradient
-of the logits is written once and read in three products. For N, D, V = 8192, 4096, 128256, these
-two times are 21.8 and 6.4 ms.
+at least 26 NV / 4.28e12 seconds. The fp32 logits are written, then the adapter's product is added
+to them, and then two kernels read them. The gradient of the logits is written once and read in
+three products. For N, D, V = 8192, 4096, 128256, the products take at least 21.8 ms. The memory
+traffic takes at least 6.4 ms.
 """
 
 from __future__ import annotations

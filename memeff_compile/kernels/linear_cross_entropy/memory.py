@@ -115,17 +115,19 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return an upper bound of the op's bytes, without inputs and returned gradients.
 
-    The bound is the larger of the bounds for forward and backward pass. The bound counts:
+    The bound is the larger of the bounds for forward and backward pass. Each of these bounds is the
+    sum of:
 
-    - the workspace of blocks (if the vocabulary has more than 64 columns, a block has at most half
-      of them);
+    - the blocks of logits that exist at one time (`pieces`);
     - the vectors of N elements;
     - for 16-bit inputs, the fp32 sum of the hidden states' gradient (4ND).
 
-    For `reference`, the bound adds the fp32 copies of 16-bit hidden states and of blocks of the
-    weight. For `reference` on a CPU, the bound also adds the copies of the rows that are not
-    ignored. `how` contains the fields of `How`. `pieces` may contain symbols, for a short formula,
-    and is by default the result of `piece_sizes`.
+    A block of classes has at most half of the vocabulary, rounded up to a multiple of 64 columns.
+    For `hopper`, a block may always have 256 columns. For `reference`, the bound adds the fp32
+    copies of 16-bit hidden states and of blocks of the weight. For `reference` on a CPU, the bound
+    also adds the copies of the rows that are not ignored. `how` contains the fields of `How`.
+    `pieces` may contain symbols, for a short formula, and is by default the result of
+    `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -195,10 +197,11 @@ def total_bytes(
     """Return an upper bound of the bytes of a scalar loss, without inputs, gradients and 64 bytes
     per row.
 
-    On a GPU, the bound counts X (the logits' gradient up to a factor per row), statistics of X's
-    tiles, and the scaled rows. In plain PyTorch, the bound counts a block of logits (with a
-    softcap, three such blocks), and the rows that are not ignored. For 16-bit inputs, the bound
-    adds the fp32 sums of the weight's gradient and a block of the weight.
+    On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
+    tiles. It also counts a block's hidden states, each row times its factor, and partial sums. For
+    plain PyTorch, the bound counts a block of logits (with a softcap, three such blocks). It also
+    counts a copy of the hidden states' rows that are not ignored. For 16-bit inputs, the bound adds
+    the fp32 sums of the weight's gradient and a block of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):

@@ -10,8 +10,9 @@ LoRA adapter of the output projection:
 The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
 row. The backward op computes the logits again. The forward pass of the op
 `linear_cross_entropy_total` also computes its operands' gradients from the same logits. So a
-training step takes three matrix products instead of four. The backward pass of this op only
-multiplies these gradients by the gradient of the loss (`_head_loss.scaling`).
+training step takes three matrix products instead of four. The backward pass of
+`linear_cross_entropy_total` only multiplies the gradients from the forward pass by the gradient of
+the loss (`_head_loss.scaling`).
 
 Four more ops support classes that are split over ranks (`vocabulary_parallel`). They compute one
 rank's statistics, merge statistics, compute a rank's total loss, and give all ranks the total of
@@ -373,8 +374,10 @@ def _adapted_total(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
 
 
 def _direct(called: library.Function, compute: library.Function) -> library.Function:
-    """Return an op's Python function in the form that the code which Inductor generates calls:
-    optional tensors are passed by keyword."""
+    """Return an op's Python function in the form that Inductor's generated code calls.
+
+    That code passes optional tensors by keyword.
+    """
 
     def direct(*tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
         named = [settings.pop(name) for name in ("low", "up") if name in settings]

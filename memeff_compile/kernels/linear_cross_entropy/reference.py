@@ -132,8 +132,8 @@ class _Factors(NamedTuple):
     """The per-row factors of the four terms of the logits' gradient.
 
     The terms of the gradient are p, 1 at the target, the class weight, and p (log p + entropy).
-    Every term must be multiplied by the logits' scale, so the per-row gradients (N elements each)
-    are multiplied by the scale beforehand.
+    Every term must be multiplied by the logits' scale. So the incoming gradients of the op's
+    per-row results (N elements each) are multiplied by the scale beforehand.
     """
 
     probability: Tensor
@@ -359,7 +359,9 @@ class Total(Statistics, Differentiating):
         """Return ranges of columns for the blocks.
 
         If the weight must be converted to a wider dtype, a block's rows of the weight are copied.
-        The copy is no larger than the buffer of logits, or has REFERENCE_MIN_ROWS rows."""
+        The copy has at least REFERENCE_MIN_ROWS rows. A copy with more rows is no larger than the
+        buffer of logits.
+        """
         vocab, depth = self.given.weight.shape
         if self.given.weight.dtype == self.dtype:
             return [(0, vocab)]
@@ -431,7 +433,12 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a block, and, for every row, a column of the block."""
+    """Return which rows have their target in a block, and, for every row, the index of a column of
+    the block.
+
+    The index is the target's column. If the target is not in the block, the index is that of the
+    block's first or last column.
+    """
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)
 

@@ -133,8 +133,9 @@ def library_widths(
       The block has the input dtype (2 bytes per element).
     - For fp32 inputs, the gradient overwrites the product, so strip and block are one buffer.
 
-    The block is then narrowed, to at least half its width, to the width with the least predicted
-    time. Few multiprocessors are then idle at the end of the product for the weight's gradient.
+    The block may be narrower, down to half of the width that fits. The block gets the width with
+    the least predicted time. Few multiprocessors are then idle at the end of the product for the
+    weight's gradient.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
@@ -163,10 +164,10 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 def _block_seconds(width: int, depth: int, processors: int) -> float:
     """Estimate the time, in seconds per row, of the steps of a block that depend on its width.
 
-    One step is the product for the weight's gradient, in tiles of 128 x 256. The other step adds
-    the block's contribution to the hidden states' gradient. A block's other two products compute
-    the logits and the hidden states' gradient. The time of these products per column does not
-    depend on the width.
+    One step is the product for the weight's gradient, in tiles of 128 x 256. The other step reads
+    and writes the hidden states' gradient, to which the block's contribution is added. The function
+    does not count the products for the logits and for this contribution. Their time per column does
+    not depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
@@ -190,7 +191,8 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 def library_block(width: int) -> int:
     """Return how many columns, at most 2048, a program of the `library` kernels processes at once.
 
-    For strips of 64 columns, the result is 128.
+    The result is at least 128, even for strips of 64 columns, because the kernels mask columns
+    after the strip.
     """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
@@ -265,7 +267,7 @@ def shapes_for(device: torch.device) -> Shapes:
 
 
 def shapes_for_programs(programs: int) -> Shapes:
-    """Return the tile shapes for compute capability 9.0, where they were measured."""
+    """Return the tile shapes that were chosen by measurements on GPUs of compute capability 9.0."""
     return Shapes(128, 256, 64, 8, 3, True, programs)
 
 
@@ -395,8 +397,8 @@ def hopper_rows(
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
     full tile.
 
-    The number of rows is the same for all GPUs, because ranks may have different GPUs, and a report
-    may describe another machine.
+    The number of rows is the same for all GPUs, because ranks may have different GPUs. An estimate
+    of the memory may also be for a GPU of another machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     product, _ = product_tile(depth, shapes)
@@ -421,8 +423,11 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
     The buffers contain:
 
     - X (the logits' gradient up to a factor per row);
-    - statistics for the narrowest tiles, scaled rows and partial sums;
-    - the scales of the weight's gradient (dC), if there are several blocks."""
+    - statistics of X's tiles, counted for the narrowest tiles;
+    - the block's hidden states, each row times its factor;
+    - partial sums of the hidden states' gradient (dE);
+    - the scales of the weight's gradient (dC), if there are several blocks.
+    """
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))
     of_row = 2 * width + 8 * (width // shapes.rows) + 2 * depth + 4 * (max(needs) - 1) * depth

@@ -13,10 +13,12 @@ statistics of all ranks into the results of `linear_cross_entropy` for all class
 `linear_cross_entropy_backward` computes the gradients from the log-sum-exp and entropy over all
 classes. So the op uses the softmax over all classes, not only over this rank's classes.
 
-A scalar loss needs a row's softmax before its gradients, and no rank has all classes. So all ranks
-process the same blocks of rows and exchange numbers once per block. Each rank computes its logits
-and sends two numbers per row to the other ranks (`Ranks`). Then each rank computes its gradients
-with the numbers of all ranks:
+The op for a scalar loss also computes the gradients of that loss. The gradients of a row need the
+row's softmax over all classes, but no rank has all classes. So all ranks process the same blocks of
+rows and exchange numbers once per block. Each rank computes the logits of its classes. For each
+row, the rank sends the log-sum-exp over its classes and a loss to the other ranks. The class
+`Ranks` exchanges these two numbers. Then each rank computes its gradients with the numbers of all
+ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)
@@ -28,8 +30,8 @@ the order of the collectives that it sees. So two other collectives fix the op's
 `all_gather` before the op and the `all_gather` after it. All ranks use the total of the first rank.
 
 All ranks must have the same number of rows, so they first gather their row counts. If the counts
-differ, every rank raises an error. The gathered data and the number of gathers depend only on these
-values:
+differ, every rank raises an error. The shapes of the gathered tensors and the number of gathers
+depend only on these values:
 
 - the number of rows, and the classes of all ranks;
 - the dtype, the workspace and the kind of device.
@@ -215,7 +217,8 @@ def rows_of_a_block(
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
     """Return the arguments of this rank's call for its share of the classes.
 
-    `gather` is the function with which `Ranks` gathers numbers."""
+    `gather` is the function that collects numbers from all ranks. The result's field `ranks` calls
+    `gather` once per block of rows."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

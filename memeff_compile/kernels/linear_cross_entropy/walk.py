@@ -1,12 +1,12 @@
 """Run a call: choose the implementation, the order of blocks, and when ranks exchange statistics.
 
 An implementation (engine) is a module with three functions. `forward`, `backward` and `total` take
-the arguments of a call and return a `walks.Walk`. A `Walk` is a loop over blocks of rows or of
-classes, and the work on each block. A loss per row takes two such loops. The first computes
-statistics. The second computes the logits again, and from the logits the gradients. A scalar loss
-takes one loop over the rows, if the implementation supports one loop. For each block, the loop
-computes the statistics and then the gradients. Between these two steps, ranks with different
-classes exchange statistics.
+the arguments of an op's call and return an object of the class `Walk`. A `Walk` is a loop over
+blocks of rows or of classes, and the work on each block. A loss per row takes two such loops. The
+first computes statistics. The second computes the logits again, and from the logits the gradients.
+A scalar loss takes one loop over the rows, if the implementation supports one loop. For each block,
+the loop computes the statistics and then the gradients. Between these two steps, ranks with
+different classes exchange statistics.
 
 - `reference` has blocks of classes for a loss per row, and of rows for a scalar loss.
 - `library` has the same blocks as `reference`. For a scalar loss, `library` uses one loop only if
@@ -412,7 +412,8 @@ def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | 
     Even if some rows are ignored, a call computes all rows in two cases:
 
     - the caller requests a statistic of ignored rows;
-    - the tensors are not on a CPU, because the CPU would have to wait for the number of rows.
+    - the tensors are on a GPU. To leave out rows, the CPU would have to wait until the GPU has
+      counted them.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows
     if wants_all or settings.ignore_index is None or target.device.type != "cpu":

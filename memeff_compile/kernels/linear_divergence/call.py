@@ -20,7 +20,10 @@ from ..sizes import Size
 
 
 class Coefficients(NamedTuple):
-    """The factors of the six sums of a divergence, and the teacher's share of the mixture m."""
+    """The factors of the six sums over the classes that make up a divergence.
+
+    For example, `q_log_p` is the factor of the sum of q log p. The student's softmax is p, and the
+    teacher's softmax is q. Their mixture m is share * q + (1 - share) * p."""
 
     q_log_q: float = 0.0
     q_log_p: float = 0.0
@@ -45,8 +48,11 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return coefficients of the same divergence that have no term with the mixture m if m
-        equals p or q."""
+        """Return coefficients of the same divergence, without the mixture m if m equals p or q.
+
+        If m equals p, the factors of sums with log m are added to those of sums with log p. If m
+        equals q, these factors are added to those of sums with log q.
+        """
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
             return Coefficients(a1, a2 + a5, a3 + a6, a4)
@@ -168,8 +174,12 @@ AUTO_BYTES = 640 * MIB
 
 
 class Shapes(NamedTuple):
-    """The tile of a matrix product (rows, terms per iteration, warps, pipeline stages), and the
-    number of programs that run at the same time."""
+    """The launch settings of the kernel of a matrix product.
+
+    A tile has `rows` rows. In one iteration of its loop, the kernel adds `step` terms to each dot
+    product. A program has `warps` warps, and its loop has `stages` pipeline stages. `programs` is
+    the number of programs that run at the same time.
+    """
 
     rows: int
     step: int
@@ -181,7 +191,8 @@ class Shapes(NamedTuple):
 
 
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the tile shapes measured on compute capability 9.0, or small tiles without a GPU."""
+    """Return the settings chosen by measurements on compute capability 9.0, or small tiles without
+    a GPU."""
     if device.type != "cuda":
         return Shapes(32, 16, 4, 1, False, 2, is_interpreted=True)
     return Shapes(128, 64, 8, 3, True, processors(device))
@@ -194,17 +205,18 @@ def tile_of(given: Request | ClassRequest) -> int:
 
 
 def columns_of(vocab: int, tile: int) -> int:
-    """Return the number of columns of a slot: the vocabulary, rounded up to whole tiles.
+    """Return the size of the vocabulary, rounded up to whole tiles.
 
-    A slot is a buffer for the gradients of one block of rows.
+    The result is the number of columns of a slot: a buffer for the gradients of one block of rows.
     """
     return -(-vocab // tile) * tile
 
 
 class Slots(NamedTuple):
-    """The number of slots, and how many slots one matrix product covers.
+    """The buffers (slots) that contain the gradients of one block of rows each.
 
-    A slot is a buffer for the gradients of one block of rows."""
+    A slot has `rows` rows. One matrix product multiplies the gradients of `blocks` slots. `others`
+    is the number of further slots, which the teacher's logits use."""
 
     rows: int
     blocks: int
@@ -262,10 +274,10 @@ def slots_for(
 
 
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
-    """Return the number of rows whose values fit into the memory of a weight's gradient.
+    """Return how many rows of temporary values fit into the memory of a weight's gradient.
 
-    The values of a row are the teacher's logits, and the maxima and sums of the tiles of student
-    and teacher.
+    The temporary values of a row are the teacher's logits, and the maxima and sums of the tiles of
+    student and teacher.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)

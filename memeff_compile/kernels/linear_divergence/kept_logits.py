@@ -22,10 +22,11 @@ The CPU never waits for the GPU or reads a value from it, and the kernels sum wi
 operations.
 
 The following times are for an H200, with N = 8192 rows, a hidden size of 4096 and V = 128256
-classes. A loss with its gradients needs at least the sum of three times. Four products at 790e12
-operations per second take 43.6 ms. Reading and writing logits and gradients, 14 N V bytes at
-4.28e12 bytes per second, takes 3.4 ms. Reading and writing the weight's gradient three times takes
-1.5 ms.
+classes. A loss with its gradients takes at least the sum of the following three durations:
+
+- Four products at 790e12 operations per second take 43.6 ms.
+- Reading and writing logits and gradients, 14 N V bytes at 4.28e12 bytes per second, takes 3.4 ms.
+- Reading and writing the weight's gradient three times takes 1.5 ms.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from .._triton.products_kernels import dot
 
 @triton.jit
 def _scaled(part, columns, vocab, scale):
-    """Return the logits of a range of columns of a tile of products, with -inf in columns that do
-    not exist."""
+    """Return logits: the products `part` of a matrix product, multiplied by `scale`.
+
+    Columns beyond the vocabulary get the logit -inf."""
     return part * scale + tl.where(columns < vocab, 0.0, float("-inf"))[None, :]
 
 
@@ -342,7 +343,8 @@ def _linear_divergence_kept_logits_place_kernel(
 ):
     """Write a row's gradient at its listed classes.
 
-    For a class that is listed twice, add both numbers."""
+    A row may list a class more than once. The gradient of this class then contains the sum of the
+    factors of all its entries."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

@@ -11,7 +11,8 @@ codes:
 
 - the mean of the keys, whose subtraction does not change softmax weights;
 - the mean of the values, which is added to every output afterwards;
-- for 4-bit codes, the mean of each block of queries, whose scores are computed exactly and added.
+- for 4-bit codes, the mean of each block of queries. The scores of this mean with the keys are
+  computed exactly, and added to the scores from the codes.
 
 Masks are described in the same way as for memeff::attention.
 """

@@ -14,8 +14,8 @@ gradients.
 
 If user code captures a CUDA graph, the capture chooses the graph's kernels once. Every replay then
 uses the most precise level, and replays are not counted. Inductor leaves the op out of the CUDA
-graphs that it captures. In float64, attention is never quantised and calls are not counted, so a
-float64 comparison may run at the same time.
+graphs that it captures. In float64, attention is never quantised and calls are not counted. So a
+run in float64, for comparison, does not change the levels of other runs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
     """Return the counter of an attention call if it exists, or a new counter that starts at the
     first level.
 
-    `site` distinguishes the attention calls of one owner, such as a model. Each list of levels has
-    its own counter. The counter is deleted when its owner is freed, so a new owner starts at the
-    first level.
+    `site` distinguishes the attention calls of one owner, such as a model. An attention call has a
+    separate counter for each list of levels. The counter is deleted when its owner is freed, so a
+    new owner starts at the first level.
     """
     key = site, tuple(levels), id(owner)
     found = _counters.get(key)

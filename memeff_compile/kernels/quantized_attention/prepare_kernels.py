@@ -261,13 +261,15 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 
 @triton.jit
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
-    """Write the factors of the channels, and the common direction of the queries.
+    """Write the factors by which the channels of queries and keys are multiplied, and the common
+    direction of the queries.
 
     The common direction is the direction of the sum of the sampled queries. The stored direction is
-    zero if the common direction has only a small share of the queries' energy (sum of squares). The
-    kernel stores:
+    zero if the common direction has only a small share of the queries' energy (sum of squares). For
+    the common direction, the kernel stores:
 
-    - this direction, its share of the queries' energy, and its Hadamard transform;
+    - the direction and its Hadamard transform;
+    - the reciprocal of the number of sampled queries;
     - the transform's elements in two channels, and the indices of these channels.
 
     The first of the two channels has the largest transformed element. The element of the second
@@ -332,7 +334,8 @@ def _quantized_attention_prepare_settle_kernel(
 ):
     """Compute the mean of the keys, and the scale and mean of the values.
 
-    Also compute the divisor of each channel, and the common direction of the queries.
+    Also compute the factors by which the channels of queries and keys are multiplied, and the
+    common direction of the queries.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -93,7 +93,7 @@ class Codes:
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
     """Return the codes of q, (B, H, M, D), and of k and v, (B, G, N, D).
 
-    Of the masking conditions, this function reads only the scale and the mask of keys.
+    Of the fields of `given`, this function reads only the scale of the scores and the mask of keys.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -185,11 +185,11 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 def turned(x: Tensor, far: int, near: int) -> Tensor:
     """Return the Hadamard transform of each row of (..., D), with D padded to a power of two.
 
-    The transform's elements are 1 and -1, not normalised. The transform combines `near`
-    neighbouring channels, and `far` channels that are spread over the head. The transform spreads a
-    large number in one channel over many channels, so that quantisation steps become finer. Both
-    queries and keys are transformed. The scores of queries and keys are then larger by a factor:
-    the number of channels that the transform combines.
+    The transform's elements are 1 and -1, not normalised. Each element of the result combines `far`
+    groups of `near` neighbouring channels. The distance between these groups is always the same.
+    The transform spreads a large number in one channel over many channels, so that quantisation
+    steps become finer. Both queries and keys are transformed. The scores of queries and keys are
+    then larger by a factor: the number of channels that the transform combines.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -208,11 +208,11 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
     """Return a number per channel, (B, G, D), by which queries are divided and keys are multiplied.
 
     Scores do not change, and queries and keys get the same energy (sum of squares) in each channel.
-    The energies are estimated from sampled rows. So a few channels with large numbers no longer
-    make the quantisation steps of all channels coarser. The average energy over the channels does
-    not change. The returned numbers are powers of the square root of two. `whole` is the energy of
-    the sampled keys, including their mean. If the queries' means were subtracted, the function
-    reads all queries, otherwise only the sampled queries.
+    The energies are estimated from sampled rows. Because the energies are equal, a few channels
+    with large numbers no longer make the quantisation steps of all channels coarser. The average
+    energy over the channels does not change. The returned numbers are powers of the square root of
+    two. `whole` is the energy of the sampled keys, including their mean. If the queries' means were
+    subtracted, the function reads all queries, otherwise only the sampled queries.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -263,7 +263,8 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 def _by_block(rest: Tensor) -> Tensor:
     """Return the sums of `rest` over the first 0, 1, 2 and so on blocks of keys.
 
-    `rest` contains the numbers of each key, (B, G, N, D). The result is (B, G, blocks + 1, D).
+    `rest` contains D numbers per key, (B, G, N, D), for example the rounding errors of the key's
+    value. The result is (B, G, blocks + 1, D).
     """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
@@ -333,8 +334,11 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 
 
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
-    """Return absolute values that are safe divisors: at least `least`, and nan if `total` is not
-    finite."""
+    """Return safe divisors: `size`, raised to at least `least`.
+
+    `size` contains the largest absolute value of each group of numbers, and `total` contains the
+    group's sum. If the sum is not finite, the divisor is nan.
+    """
     return size.clamp_min(least) + total * 0.0
 
 
@@ -344,8 +348,8 @@ def attend(
     """Return attention over the keys that no mask excludes. The result's memory has the order (B,
     M, H, D).
 
-    The second result is the natural logarithm of the sum of the softmax weights, (B, H, M) in fp32.
-    If the caller does not request the logarithm, the second result is (B, H, 0).
+    The second result is the log-sum-exp of each query's scores as a natural logarithm, (B, H, M) in
+    fp32. If the caller does not request the log-sum-exp, the second result is (B, H, 0).
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
@@ -399,7 +403,9 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return the mean rounding error of the values in each query's blocks, (B, G, rows, D).
+    """Return the mean rounding error of the values in the key blocks that each query needs.
+
+    The result has the shape (B, G, rows, D).
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     the result.

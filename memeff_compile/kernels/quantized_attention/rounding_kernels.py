@@ -136,8 +136,9 @@ def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.const
     """Load rows, scale their channels, and apply a Hadamard transform.
 
     `change` contains one factor per channel and, if HAS_MEAN is set, a mean to subtract. The
-    Hadamard transform combines distant channels of a head, and neighbouring channels. A thread
-    loads most of the channels that it combines, so few numbers move between threads.
+    Hadamard transform has two steps. The first combines neighbouring channels of a head, and the
+    second combines channels that are far apart. A thread loads most of the channels that it
+    combines, so few numbers move between threads.
     """
     mean_ptr, factor_ptr = change
     width: tl.constexpr = C.DEPTH_BLOCK // C.FAR

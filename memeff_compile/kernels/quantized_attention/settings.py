@@ -98,13 +98,17 @@ class Settings:
         codes.
 
         The Hadamard transform does not change the scores. The transform spreads a large number in
-        one channel over as many channels as `turned` says, so that quantisation steps become finer.
+        one channel over several channels, so that quantisation steps become finer. The method
+        `turned` returns how many channels the transform combines.
         """
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return how many distant channels and how many neighbouring channels the Hadamard
-        transform combines.
+        """Return the number of groups of channels that the Hadamard transform combines, and the
+        size of a group.
+
+        A group consists of neighbouring channels. The groups are at equal distances from one
+        another.
         """
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
@@ -130,15 +134,16 @@ class Settings:
         step of the key's block.
 
         The matrix product takes int8 operands, and a 4-bit code times this factor still fits into
-        int8. So the kernel that writes a key's codes can multiply these codes by a factor of the
-        key. Each key then has its own quantisation step, although the attention kernel reads only
-        one scale per block.
+        int8. So the kernel that writes the codes can multiply all codes of a key by an integer. The
+        kernel chooses this integer for each key. Each key then has its own quantisation step,
+        although the attention kernel reads only one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
     @property
     def starts(self) -> bool:
-        """Return whether the int32 sums are initialised with the scores of the queries' means.
+        """Return whether the int32 sums of the matrix product q k^T start from the scores of the
+        queries' means, not from zero.
 
         The result is false for 8-bit codes, because the scores of the means, counted in
         quantisation steps, may be too large for int32.
@@ -160,14 +165,18 @@ class Values:
 
     @property
     def offset(self) -> float:
-        """Return the number that is subtracted from the running maximum of the scores (in base 2).
+        """Return the number that is subtracted from the running maximum of the scores.
 
+        A softmax weight is 2 to the power of its score minus this difference.
         With this offset, the largest possible softmax weight is `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Return `x`, which is fp32 and at most `top` in size, rounded to this number format."""
+        """Return `x`, rounded to this number format.
+
+        `x` is fp32, and its absolute values are at most `top`.
+        """
         if self.dtype is None:
             return x
         if self.dtype == torch.int8:

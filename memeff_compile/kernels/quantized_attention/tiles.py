@@ -38,7 +38,7 @@ MOST_ROWS = 1 << 31
 class Packed:
     """The tensors of codes and scales that the attention kernel reads.
 
-    The head dimension D is padded, and the number of keys N is a multiple of `BLOCK`.
+    The head dimension D is padded. The number of keys N is padded too, to a multiple of `BLOCK`.
     """
 
     # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
@@ -359,11 +359,14 @@ def attend_packed(
 def _operands(
     made: Packed, q: Tensor, given: Conditions, shape: shapes.Shape, is_described: bool
 ) -> tuple[Any, ...]:
-    """Return the codes of q, k and v, wrapped in descriptors if the GPU loads tiles through
-    descriptors.
+    """Return the first arguments of the attention kernel.
 
-    For a kernel that encodes the queries itself, the result starts with q, its strides and the
-    scale.
+    The codes of q, k and v come last. They are wrapped in descriptors if the GPU loads tiles
+    through descriptors.
+
+    Before the codes, the result contains the arguments of a kernel that encodes the queries itself:
+    q with its strides, `k_mean` and `q_mean`. If one of the two does not exist, `k_scale` replaces
+    it, and the kernel does not read it.
     """
     asked = (made.k_mean, made.q_mean)
     there = (made.k_scale if each is None else each for each in asked)

@@ -12,8 +12,8 @@ the sum over the earlier tiles. The reason is that tensor cores which multiply 8
 only about 14 bits of a sum, too few for many keys.
 
 The softmax weights are not in the registers from which the product with the values would read them.
-So `prepare_kernels` stores the values' tokens in the order in which the registers contain the
-softmax weights. `_reordered` computes this order.
+So `prepare_kernels` stores the tokens of v in the order in which the registers contain the softmax
+weights. `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
@@ -45,8 +45,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _reordered(weight, C: tl.constexpr):
-    """Pass a tile of 8-bit softmax weights to the product with the values, without moving data
-    between threads."""
+    """Return a tile of 8-bit softmax weights with the keys in the order in which the values are
+    stored.
+
+    This order is such that no data moves between threads.
+    """
     weight = tl.reshape(weight, (C.ROWS, C.KEYS // 16, 2, 4, 2))
     return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (C.ROWS, C.KEYS))
 
@@ -69,8 +72,8 @@ def _scores(q, k, start, C: tl.constexpr):
 
     - With MAGIC_SUM, the result is the scores plus MAGIC_VALUE. So the bits of an int32 sum can be
       read as the bits of a float.
-    - With STARTS, the result is the scores plus `start`. `start` is MAGIC_VALUE plus the scaled
-      scores of the queries' means, so it has about the same size as MAGIC_VALUE.
+    - With STARTS, the result is the scores plus `start`. `start` is MAGIC_VALUE (1.5 * 2^23) plus
+      the scaled scores of the queries' means. The absolute values of these scores are below 2^22.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")

@@ -27,7 +27,7 @@ class _Stored(Conditions):
     mask: Tensor
 
     def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        """Return the range of keys that some queries need: all keys."""
+        """Return the range of keys that the queries `first` to `stop` need: always all keys."""
         return 0, keys
 
     def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:

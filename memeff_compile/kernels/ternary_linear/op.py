@@ -450,8 +450,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients of the op's inputs.
 
-    If no gradient arrives for the result of a weight, the gradients of that weight and of its bias
-    are None.
+    The op has one output per weight. If no gradient arrives for an output, the gradients of its
+    weight and of its bias are None.
     """
     needs, count = ctx.needs_input_grad, len(grad)
     given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}

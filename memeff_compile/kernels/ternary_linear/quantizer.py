@@ -82,8 +82,9 @@ def words_for(columns: int) -> int:
 
 
 def kept(columns: int) -> int:
-    """Return the minimum number of a token's elements that remain if half of the elements are
-    dropped.
+    """Return how many of a token's elements remain if half of the elements are set to zero.
+
+    More elements remain if several elements are as large as the smallest one that remains.
     """
     return max(1, columns // 2)
 

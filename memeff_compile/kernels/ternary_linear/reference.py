@@ -138,8 +138,8 @@ def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 def _nearest_fp4(scaled: Tensor) -> Tensor:
     """Round values to the nearest FP4 numbers.
 
-    `scaled` contains twice the values, and the result twice the FP4 numbers. FP4 numbers have the
-    magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
+    `scaled` contains the values multiplied by 2. The result contains the FP4 numbers multiplied by
+    2. FP4 numbers have the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6.
     """
     size = scaled.abs()
     code = torch.zeros_like(size)
@@ -176,8 +176,10 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's codes, split into the four planes that the module's docstring describes,
-    its scale, and the sum of its codes.
+    """For each token, return its codes, its scale and the sum of its codes.
+
+    The codes of a token are split into four planes, which the module's docstring describes. Plane j
+    contains the codes that are multiplied by field j of the packed weights.
     """
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)

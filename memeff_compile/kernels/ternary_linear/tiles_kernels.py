@@ -3,9 +3,10 @@
 
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
 2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
-(0, 1 or 2). An integer instruction multiplies these codes by four activations, which are stored
-next to each other (in the plane for this field). A stored weight code is larger by one than the
-weight (-1, 0 or 1). So at the end the kernel subtracts the sum of a token's codes.
+(0, 1 or 2). An integer instruction multiplies these four weight codes by four activations. For each
+of the four fields, these activations are stored next to each other. All activations of one field
+form a plane. A stored weight code is larger by one than the weight (-1, 0 or 1). So at the end the
+kernel subtracts the sum of a token's codes.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -70,8 +71,8 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     The kernel finds the smallest of the kept absolute values, two bits at a time, starting with the
     highest bits. The next two bits have three possible values other than zero: 1, 2 or 3. Each
     value defines a number: the known bits, then this value, then zeros. The kernel counts the
-    elements that are at least as large as each of these numbers. A single sum over the token's
-    elements contains all three counts.
+    elements that are at least as large as each of these numbers. The three counts share one 64-bit
+    integer, 21 bits for each. So a single sum over the token's elements computes all three.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
@@ -153,10 +154,9 @@ def _quantized_token(
     COLUMNS: tl.constexpr,  # a power of two
     C: tl.constexpr,
 ):
-    """Return a token's codes, four per 32-bit word in the order of the columns, the token's scale,
-    and the sum of its codes.
+    """Return a token's codes, the token's scale, and the sum of the codes.
 
-    Word w contains the columns 4 w to 4 w + 3.
+    A 32-bit word contains four codes. Word w contains the columns 4 w to 4 w + 3.
     """
     norm_eps, kept, eps, eps_rounded = numbers
     offs = tl.arange(0, COLUMNS)
@@ -315,10 +315,10 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 
 @triton.jit
 def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Multiply one 2-bit field of each byte of a tile of weights by the plane, and add the products
-    to `acc`.
+    """Multiply one 2-bit field of each weight byte by the codes in `plane`, and add the products to
+    `acc`.
 
-    The plane contains the token's codes for that field.
+    `plane` contains those of a token's codes that belong to this field.
     """
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)

@@ -7,12 +7,13 @@ one layer does not reach the next layer. As in SageAttention2, a level is chosen
 diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
 enough. The mean score does not count.
 
-With the argument `share`, this share of the attention calls gets the more precise of two levels.
-To choose these calls, the model runs again for each call, once at each of the two levels. Only this
-call then runs in low bits. The difference between the two changes of the model's output measures
-the harm of the less precise level. Any change in a call also makes all later layers of a 16-bit
-model round differently. This effect is largest for calls in early layers, and it cancels in the
-difference. A layer whose own result changes little may change the output much, and the reverse.
+With the argument `share`, this share of the attention calls gets the more precise of two levels. To
+choose these calls, the model runs again for each call, once at each of the two levels. Only this
+call then runs in low bits. Each of these two runs changes the model's output, compared with an
+exact run. The harm of the less precise level is the change at this level minus the change at the
+other level. Any change in a call also makes all later layers of a 16-bit model round differently.
+This effect is largest for calls in early layers. Both runs have this effect, so the subtraction
+cancels it. A layer whose own result changes little may change the output much, and the reverse.
 """
 
 from __future__ import annotations
@@ -302,8 +303,8 @@ class _Run:
         The model runs with only this call at the first level, and with only this call at the second
         level. The harm is how much more the model's output changes at the first level.
 
-        Return a sentence if the output cannot be compared, otherwise None. With `are_single`, the
-        output cannot be compared if an attention was called more than once.
+        Return a sentence if the output cannot be compared, otherwise None. If `are_single` is true,
+        also return a sentence if an attention module was called more than once.
         """
         if self.exact is None:
             return "by is 'output', but a run returns no floating-point tensor; return the output."
@@ -406,8 +407,8 @@ def _by_share(
 ) -> dict[str, list[str]]:
     """Return the level of each attention call, by module.
 
-    The fraction `share` of calls that do most harm gets the second level. All other calls get the
-    first level.
+    The calls that do most harm get the second level. They are the fraction `share` of all calls.
+    All other calls get the first level.
     """
     low, high = levels
     worst = sorted(

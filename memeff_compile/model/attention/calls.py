@@ -34,9 +34,12 @@ class Attended:
     enable_gqa: bool = False
 
     def at(self, level: str) -> Tensor | None:
-        """Return the call's result at a precision level, or None if the op does not support the
-        call. The level "exact" is PyTorch's attention in float32, so its result differs from the
-        model's by the rounding of 16-bit numbers alone."""
+        """Return the call's result at a precision level, or None if low-bit attention does not
+        support the call.
+
+        The level "exact" is PyTorch's attention in float32. In a 16-bit model, this result differs
+        from the model's own result only by the model's rounding to 16 bits.
+        """
         query, key, value = self.query, self.key, self.value
         if level == EXACT:
             mask = self.attn_mask

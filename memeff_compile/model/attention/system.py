@@ -1,4 +1,4 @@
-"""Register low-bit attention with the core of this package."""
+"""Declare the compiler pass and ops that low-bit attention adds to memeff_compile."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
-The model runs twice on each input: with an exact cache, and with a `KVCache` that holds all
-tokens but the last few. In each run, the model predicts each of these last tokens from the tokens
-before it. No tokens are generated. The report compares the probabilities of the next token in the
-two runs. The similarity of two layers shows whether merging these layers can work.
+The model runs twice on each input: with an exact cache, and with a `KVCache` that holds all tokens
+but the last few. In each run, the model predicts each of these last tokens from the tokens before
+it. No tokens are generated. The report compares the probabilities of the next token in the two
+runs. The report also compares the keys and values of two layers. Their similarity shows whether a
+cache can merge these layers without much error.
 
 The method `plot` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
 2405.14366).
@@ -48,15 +49,16 @@ class FidelityReport(VerbReport):
 
     Attributes:
         settings: the settings of the cache that was compared with an exact cache.
-        pairs: a dictionary for each pair of adjacent layers, and for each two consecutive layers
-            among those that attend to all tokens. The dictionary's `layers` are the numbers of
-            the two layers. For `keys` and for `values`, the dictionary describes the cosines
-            between the vectors of the same token in the two layers. The dictionary has their mean,
-            their 5th percentile, and a histogram with `BINS` bins from -1 to 1. Its `aligned`
-            contains the mean cosines of `keys` and of `values` after the two layers are
-            aligned. Its `has_window` says whether one of the two layers has a sliding window
-            (such layers stay exact and never merge). If `each_pair` was passed, its `kl` is the
-            KL divergence (as in `logits`) of a cache that merges only this pair.
+        pairs: a dictionary for each pair of adjacent layers. A pair of layers that a cache can
+            merge has a dictionary too, even if sliding-window layers lie between the two layers.
+            The dictionary's `layers` are the numbers of the two layers. For `keys` and for
+            `values`, the dictionary describes the cosines between the vectors of the same token in
+            the two layers. The dictionary has their mean, their 5th percentile, and a histogram
+            with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines of `keys` and of
+            `values` after the two layers are aligned. Its `has_window` says whether one of the two
+            layers has a sliding window (such layers stay exact and never merge). If `each_pair` was
+            passed, its `kl` is the KL divergence (as in `logits`) of a cache that merges only this
+            pair.
         attention: for each attention call that both runs made, the `mean` and the `worst`
             cosine between the results in the two runs. Empty if the model never calls
             scaled_dot_product_attention.
@@ -68,11 +70,12 @@ class FidelityReport(VerbReport):
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
         merged: `KVCache.merged` for the last input.
-        codes: if the measured cache merges layers: the `bits`, `kl` and `ratio` of other
-            caches, for comparison. All but the last do not merge layers. One has as many bits as
-            the measured cache, one has 3, and one has 2 (equal caches appear once). Another has 3
-            bits for keys and 2 for values (its entry has `value_bits`). The last also has these
-            bits, and merges the values of all layers (its entry has `values_merged`).
+        codes: the `bits`, `kl` and `ratio` of other caches, for comparison. The list is empty if
+            the measured cache does not merge layers. All caches but the last do not merge layers.
+            One has as many bits as the measured cache, one has 3, and one has 2 (equal caches
+            appear once). Another has 3 bits for keys and 2 for values (its entry has `value_bits`).
+            The last also has these bits, and merges the values of all layers (its entry has
+            `values_merged`).
         maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
             fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
             keys and of values. The second has the matching head of the lower layer for each head of
@@ -109,8 +112,8 @@ class FidelityReport(VerbReport):
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def cheapest(self, count: int) -> tuple[int, int] | None:
-        """Return `start_layer` and `end_layer` for merging `count` consecutive pairs at least
-        cost.
+        """Return the `start_layer` and `end_layer` with which merging `count` consecutive pairs of
+        layers costs least.
 
         The cost is the sum of the pairs' errors. The error of a pair is the error of a cache that
         merges only this pair. Return None if no such pairs were measured, for example because
@@ -133,8 +136,8 @@ class FidelityReport(VerbReport):
     def _other_layers(self) -> str:
         """Return advice to merge other layers, or "".
 
-        There is advice only if each pair of layers was measured alone. Other pairs must cost less
-        accuracy than the pairs that the measured cache merges.
+        There is advice only under two conditions. Each pair of layers was measured alone, and other
+        pairs cost less accuracy than the pairs that the measured cache merges.
         """
         merged = [tuple(line["layers"]) for line in self.merged]
         found = self.cheapest(len(merged))

@@ -1,9 +1,10 @@
 """A low-bit KV cache for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
 Old tokens are stored as codes of 8, 4, 3 or 2 bits; the latest tokens and the first few tokens stay
-exact. Layers with a sliding window store all their tokens exactly. Without the backend, each
-decoding step decodes all keys and values, so results are correct but slower. With the backend,
-attention reads the codes directly (passes/compress_kv_cache.py).
+exact. Layers with a sliding window store all their tokens exactly. Without the backend, each step
+of generation first converts all codes back to keys and values. Results are then correct, but
+generation is slower. With the backend, attention reads the codes directly
+(passes/compress_kv_cache.py).
 
 This module needs transformers, and imports it.
 """
@@ -62,8 +63,9 @@ class KVCache(Cache):
     Args:
         config: the model's config.
         max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
-            more tokens raises an error. On a GPU, the logits of tokens that do not fit are nan: the
-            CPU does not know how many tokens the cache contains.
+            more tokens raises an error. On a GPU, there is no error, because the CPU does not know
+            how many tokens the cache contains. Instead, the logits of tokens that do not fit are
+            nan.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
@@ -76,8 +78,9 @@ class KVCache(Cache):
         attention_mask: the mask of prompts that are padded on the left: (batch, tokens) with 0 for
             padding. With this mask, `keep_first` counts from the first token after the padding,
             and scales ignore padding.
-        merge: None, `"minicache"`, or a `MiniCache` with settings. The two layers of a pair
-            then share one direction (unit vector) for the keys of each older token, and one for the
+        merge: None, `"minicache"`, or a `MiniCache` with settings. With the last two, the cache
+            merges pairs of consecutive layers. For each older token, the two layers of such a pair
+            share one direction (unit vector) of the keys. They share another direction of the
             values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
             unless you pass the result of `fidelity_report` for your model.
 
@@ -189,8 +192,8 @@ class KVCache(Cache):
         """Let a prompt of one token run as a decoding step, so that Dynamo compiles no separate
         graph for such a prompt.
 
-        This method does not change caches that compiled code cannot use, because attention over
-        such a cache has no mask that hides empty positions.
+        This method skips caches that compiled code cannot use. Attention over such a cache has no
+        mask, so a prompt of one token would also attend to empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -260,14 +263,15 @@ class KVCache(Cache):
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
     def windows(self) -> list[WindowLayer]:
-        """Return the numbers of the layers that have a sliding window."""
+        """Return the layers that have a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
     def restores_drafts(self) -> bool:
-        """Return whether no layer drops the tokens that a rejected draft needs again.
+        """Return whether every layer keeps the tokens that are needed again after a draft is
+        rejected.
 
-        A draft is several steps of one token. A sliding window or a recurrent state may drop tokens
-        in each step.
+        A draft consists of several decoding steps, each with one token. A sliding window or a
+        recurrent state may drop tokens in each step.
         """
         return not any(
             hasattr(layer, "activate_past_recording")
@@ -300,7 +304,9 @@ class KVCache(Cache):
 
 
 def _bounded(layers: list[Untyped]) -> str:
-    """Return the reason why low bits would save little, if all layers have windows, or ""."""
+    """If all layers have sliding windows, return a text that says why low bits would save little.
+
+    Otherwise return ""."""
     ours = (layer for layer in layers if isinstance(layer, CacheLayerMixin))
     is_bounded = all(isinstance(layer, WindowLayer) for layer in ours)
     return ": a window bounds what such a layer keeps" if is_bounded else ""
@@ -395,11 +401,12 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Replace each pair of layers that can be merged, from the start layer of `merge` on.
+    """Replace each pair of the cache's layers that can be merged by a pair of merged layers.
 
-    The two new layers share the directions (unit vectors) of their older tokens' keys and values.
-    Two layers form a pair if they are consecutive among the layers that attend to all tokens. A
-    layer with a sliding window that lies between the two layers stays exact.
+    Layers before the start layer of `merge`, and from its end layer on, stay as they are. The two
+    new layers share the directions (unit vectors) of their older tokens' keys and values. Two
+    layers form a pair if they are consecutive among the layers that attend to all tokens. A layer
+    with a sliding window that lies between the two layers stays exact.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [
@@ -630,8 +637,10 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Make the `generate` of every transformers model inside a model create transformers' caches
-    again, for `undo`.
+    """Undo `use_kv_cache_` for every transformers model inside a model, as a part of the function
+    `undo`.
+
+    `generate` of these models then creates the caches of transformers again.
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -673,8 +682,8 @@ def use_kv_cache_(
         settings: further settings, as for `KVCache`.
 
     Returns:
-        An object that reverts the setting: call it, or use it in a `with` statement. The returned
-        object is also a report.
+        An object that reverts the setting: call it, or use it in a `with` statement. Printing this
+        object shows the cache's settings, and the layers that stay exact.
 
     Raises:
         UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache. Such a

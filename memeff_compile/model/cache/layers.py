@@ -246,8 +246,9 @@ class ExactLayer(AsTheyCome):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, or do not fit after its tokens.
 
-        On a GPU and in a compiled graph, the CPU does not know how many tokens the cache contains.
-        The method then does not check whether the new tokens fit after them.
+        If the cache is on a GPU, the CPU does not know how many tokens the cache contains. The same
+        is true in a compiled graph on any device. In these two cases, the method does not check
+        whether the new tokens fit.
         """
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
@@ -408,8 +409,11 @@ class WindowLayer(AsTheyCome):
         return self.total - _NONE
 
     def keeps(self, remove: int) -> str | None:
-        """Return the reason why the last tokens cannot be removed, or None; earlier tokens may
-        already have left the window."""
+        """Return the reason why the last `remove` tokens cannot be removed, or None.
+
+        After the removal, the window would again contain earlier tokens. The tokens cannot be
+        removed if the layer has already dropped such earlier tokens.
+        """
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
         return (
@@ -510,8 +514,8 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors that align a merged layer with the other layer of its pair; return an
-        empty tuple for other layers.
+        """Return the tensors that align the two layers of a merged pair, or an empty tuple if this
+        layer is not merged.
 
         These tensors are the last arguments of the cache ops.
         """

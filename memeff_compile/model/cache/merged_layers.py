@@ -1,7 +1,7 @@
 """The merged layers of a KVCache.
 
 The two layers of a pair store, per token and head, one common direction of their keys and one of
-their values. Each layer also stores a separate length.
+their values. Each layer also stores the lengths of its own keys and values, per token and head.
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So the tokens wait in the lower layer:
@@ -93,8 +93,8 @@ class Pair:
     def kept(self) -> dict[str, float]:
         """Return two numbers of tokens per sequence and head.
 
-        `kept` tokens stay unmerged, not counting the exact first tokens. `left_over` tokens
-        should have stayed unmerged but did not fit."""
+        `kept` is the number of tokens that stay unmerged, without the exact first tokens.
+        `left_over` is the number of tokens that should have stayed unmerged but did not fit."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -124,7 +124,7 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 class MergedLayer(CodedLayer):
     """One of two layers that store common directions of older tokens' keys and values.
 
-    The directions are unit vectors. Each layer stores separate lengths."""
+    The directions are unit vectors. Each layer stores the lengths of its own vectors."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")

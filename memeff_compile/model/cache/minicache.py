@@ -71,7 +71,7 @@ class MiniCache:
 
     Args:
         start_layer: layers before this one are not merged; by default, this is the middle layer.
-            The first pair starts at the first layer, from this one on, that attends to all tokens.
+            The first pair starts at `start_layer`, or at the next layer that attends to all tokens.
         end_layer: this layer and later layers are not merged; by default, layers up to the last one
             are merged. Merging the last layer may cost more accuracy than any other.
             `fidelity_report` shows the cost.
@@ -101,10 +101,10 @@ class MiniCache:
             unmerged, except those of the first tokens, and `gamma`, `retained` and `reading`
             have no effect.
         fidelity: the result of `fidelity_report` for the model. Without this report, creating a
-            cache with merged layers shows a warning. Creating the cache raises an error if other
-            layers lie between two layers whose keys would be merged. With this report, the cache
-            raises an error for a pair of layers whose mean cosine is below the threshold `ALIKE`.
-            The report's rotations are used if the cache's first tokens are too few to fit
+            cache with merged layers shows a warning. Without it, creating the cache also raises an
+            error if two layers are not adjacent and their keys would be merged. With this report,
+            the cache raises an error for a pair of layers whose mean cosine is below the threshold
+            `ALIKE`. The report's rotations are used if the cache's first tokens are too few to fit
             rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
@@ -264,8 +264,10 @@ def rotary_of(config: Any, layers: int) -> Sequence[int]:  # noqa: ANN401
 def consecutive(
     kinds: Sequence[object], start: int = 0, end: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return every pair of neighbours with equal entries in `kinds`; a layer may be in two pairs.
+    """Return every pair of neighbouring layers with equal entries in `kinds`; a layer may be in two
+    pairs.
 
-    Neighbours are consecutive among the layers whose entry in `kinds` is not None."""
+    Layers whose entry in `kinds` is None do not count: two layers are neighbours if only such
+    layers lie between them."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -1,4 +1,4 @@
-"""Let generate() run without waiting for each token.
+"""Let generate() start a decoding step before it checks whether all sequences have ended.
 
 The CPU prepares a decoding step while the GPU runs the previous one. After each token, generate()
 checks whether all sequences have ended. Before the check, the CPU waits for the GPU. During the

@@ -1,4 +1,4 @@
-"""Register KV caches with the core of this package."""
+"""Declare the compiler pass, ops and hooks that KV caches add to memeff_compile."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ _TOKENS = 2
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """A gated MLP with its down projection, found by running the MLP with stand-in layers."""
+    """The activation function of a gated MLP, or the reason why no function can be replaced.
+
+    The function was found by running the MLP's forward with stand-in layers.
+    """
 
     path: str
     module: nn.Module
@@ -77,10 +80,10 @@ class _Notes(nn.Module):
 
 
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
-    """Return the description of a module as a gated MLP.
+    """Find the activation function of a module that may be a gated MLP.
 
-    If the module is not a gated MLP, the description says why. `roles` gives the role of each
-    child: "gate or up", or "down".
+    If no activation function can be replaced, the field `why` of the result gives the reason.
+    `roles` gives the role of each child: "gate or up", or "down".
     """
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
@@ -103,8 +106,10 @@ def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedML
 
 
 def _may_activate(child: nn.Module) -> bool:
-    """Return whether a module may be an activation function, because it has no children and no
-    tensors."""
+    """Return whether a module may be an activation function.
+
+    Such a module has no children and no tensors, and is neither a dropout nor an identity.
+    """
     is_plain = not (child._parameters or child._buffers or child._modules)
     return is_plain and not isinstance(child, nn.Dropout | nn.Identity)
 
@@ -214,8 +219,9 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     config.
 
     Returns:
-        Two dictionaries by path: the new activation function of each MLP, and configs. These
-        configs will not name the squared ReLU after the model was saved and loaded.
+        Two dictionaries with paths as keys. The first contains the new activation function of each
+        MLP. The second contains a sentence for each config that will not name the squared ReLU
+        after saving and loading.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

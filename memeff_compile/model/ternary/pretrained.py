@@ -2,8 +2,8 @@
 
 config.json lists the packed linear layers, and from_pretrained creates these layers before it loads
 weights. transformers imports this module together with its own quantizers. The model classes of
-transformers are imported later. So this module imports large modules only when a packed model is
-used.
+transformers are imported later. So this module imports model classes and packed layers only when a
+packed model is used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PackedTernaryConfig(QuantizationConfigMixin):
 
 class PackedTernaryQuantizer(HfQuantizer):
     """A transformers quantizer that creates the packed linear layers that a saved model had; the
-    codes of these layers are loaded like other buffers."""
+    packed weights of these layers are loaded like other buffers."""
 
     quantization_config: PackedTernaryConfig
     # transformers' name for "loads only models that were packed before"
@@ -58,13 +58,13 @@ class PackedTernaryQuantizer(HfQuantizer):
     is_compileable = True
 
     def is_serializable(self) -> bool:
-        """Return True, because codes are buffers, which can be saved."""
+        """Return True, because packed weights are buffers, which can be saved."""
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and update the entry in the model's config.
 
-        One packed linear layer is also saved with an empty tensor as its `weight`. Without this
+        An empty tensor is also saved as the `weight` of the last packed linear layer. Without this
         tensor, a process in which this quantizer is not registered would silently load random dense
         weights. With it, transformers raises an error, because the shape of the weight is wrong.
         """
@@ -125,8 +125,10 @@ AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 
 
 def know(model: nn.Module) -> set[nn.Module]:
-    """Make every transformers model inside a packed model save the entry of this quantizer in its
-    config.json; return the models that were changed.
+    """Make `save_pretrained` list the packed linear layers of a model in config.json.
+
+    Every transformers model inside `model` that contains packed linear layers is changed. The
+    function returns the changed models.
     """
     from transformers import PreTrainedModel
 

@@ -1,9 +1,10 @@
 """Rotate the hidden states of a dense model before it gets ternary weights (rotate_hidden_states_).
 
-Quantisers of four bits lose much of a token if a few channels are much larger than the others.
-Trained decoders have such channels. The weights of norms can be multiplied into the linear layers
-that read the norms' outputs. Then the model computes the same function after any rotation of its
-hidden states (SliceGPT, QuaRot). For this, the rotation is multiplied into the weights of:
+A four-bit quantiser represents a token's hidden state poorly if a few channels are much larger than
+the others. Trained decoders have such channels. The weights of norms can be multiplied into the
+linear layers that read the norms' outputs. Then the model computes the same function after any
+rotation of its hidden states (SliceGPT, QuaRot). For this, the rotation is multiplied into the
+weights of:
 
 - the embedding;
 - the linear layers that read hidden states;
@@ -192,8 +193,8 @@ class _Plan:
 def _same_logits(plan: _Plan) -> Iterator[None]:
     """At the end of this context, raise OptionError if the model's logits have changed.
 
-    The model is restored before this error and after any other error. In this context, the model is
-    in eval mode.
+    If this error or another error is raised in the context, the model is restored. In this context,
+    the model is in eval mode.
     """
     model, head = plan.model, plan.head.weight
     count = model.config.vocab_size

@@ -177,7 +177,8 @@ def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _require_lasting(optimizer: Any, scheduler: Any, rate: float) -> None:  # noqa: ANN401
-    """Raise an error if a scheduler would overwrite the learning rate that the switch sets."""
+    """Raise an error if a scheduler would overwrite the learning rate of the second training
+    stage."""
     if optimizer is None:
         if scheduler is not None:
             raise OptionError("TernaryStages has a scheduler and no optimizer; pass both.")

@@ -1,4 +1,4 @@
-"""Register ternary linear layers with the core of this package."""
+"""Declare the compiler pass, ops and hooks that ternary layers add to memeff_compile."""
 
 from __future__ import annotations
 

@@ -101,21 +101,21 @@ def ternarize_(
             the half of the elements with the largest magnitudes). This mapping overrides the
             recipe. Modules whose names the recipe does not know must be in this mapping. If several
             patterns match a path, the first pattern counts.
-        skip: Patterns for paths of modules that stay dense. The report names a pattern that matches
-            no module.
+        skip: Patterns for paths of modules that stay dense. `verb_report` names each pattern that
+            matches no module.
         activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
             the model's config. You must train the model afterwards. None leaves activation
-            functions unchanged, and the report names the activation functions for which the paper's
-            recipe was not designed.
+            functions unchanged, and `verb_report` names the activation functions for which the
+            paper's recipe was not designed.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
     Raises:
         OptionError: The recipe or a kind is unknown. The model has no linear layer to change, or
             one whose name the recipe does not know. A linear layer with hooks or parametrisations
-            also raises this error, because they would be lost. If you pass `activation`, so does
-            an MLP without an activation function that can be replaced. If you pass
-            `low_bit_heads`, so does attention that cannot get low-bit heads.
+            also raises this error, because they would be lost. If you pass `activation`, an MLP in
+            which no activation function can be replaced also raises this error. If you pass
+            `low_bit_heads`, a model that does not support low-bit heads also raises this error.
 
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8", activation="relu2")  # doctest: +SKIP
@@ -391,11 +391,11 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     The full-precision weights are freed. Packed weights take an eighth of the memory of bf16
     weights. The function packs the linear layers that `ternarize_` makes. The function also packs
     the linear layers of transformers' BitNet models: `AutoBitLinear`, online and offline, and the
-    packed `BitLinear`. Some of these classes in transformers multiply the codes by their scale,
-    others divide. A packed layer always divides. `save_pretrained` saves packed transformers
-    models, and `from_pretrained` loads them in packed form after memeff_compile was imported. To
-    load a state dict, create the model, call `ternarize_` and `pack_ternary_` on it, and then
-    load.
+    packed `BitLinear`. Some of these transformers classes multiply the ternary values by the
+    weight's scale, others divide them by the scale. A packed layer always divides.
+    `save_pretrained` saves packed transformers models, and `from_pretrained` loads them in packed
+    form after memeff_compile was imported. To load a state dict, create the model, call
+    `ternarize_` and `pack_ternary_` on it, and then load.
 
     Args:
         model: Any module that contains ternary linear layers.

@@ -140,8 +140,8 @@ class CompressionReport(VerbReport):
         """Return the totals and notes, then the size of each weight, or the reason why it is
         unchanged.
 
-        Weights of several layers with the same text share one line; `details` has one line per
-        weight.
+        Weights share one line if their shapes and results are equal and their names differ only in
+        numbers. `details` has one line per weight.
         """
         return self._text(folds=True)
 
@@ -238,9 +238,10 @@ def compress_(
             are lossy and only for inference: the weights then no longer require gradients.
         block: for lossy compression, the number of weights that share a normaliser: 32, 64, 128,
             256 or 512. Weights are divided by their normaliser before they are rounded.
-        skip: names of modules that stay dense, with everything inside them. A name matches
-            neighbouring components of a path, and `*` and `?` match as in file names. Your names
-            replace the default, which keeps the output projection dense.
+        skip: names of modules that stay dense, with everything inside them. A name matches one or
+            more consecutive components of a path, such as `lm_head` or `mlp.gate_proj`. In a name,
+            `*` and `?` match as in file names. Your names replace the default, which keeps the
+            output projection dense.
         min_size: a weight with fewer elements stays dense.
         layers: the classes whose weights are compressed: "Linear", "Conv1D" (of GPT-2) and
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output
@@ -298,8 +299,11 @@ def compress_(
 def notes_of_skip(
     model: nn.Module, skip: Sequence[str], compressed: Collection[str]
 ) -> tuple[str, ...]:
-    """Return notes for the report about names to skip that match no module, and about output
-    projections that are compressed because these names replace the default."""
+    """Return the report's notes about the argument `skip` of `compress_`.
+
+    One kind of note names each entry of `skip` that matches no module. The other kind names output
+    projections that are compressed because the caller's `skip` replaced the default.
+    """
     paths = [path for path, _ in model.named_modules()]
     own = [each for each in skip if each not in SKIPPED]
     notes = [
@@ -455,7 +459,10 @@ def decompress_(model: nn.Module) -> Changes:
 
 @torch.no_grad()
 def dense_again(model: nn.Module) -> Undone:
-    """Replace compressed weights by dense ones, decoded from lossless codes, for `undo`."""
+    """Replace losslessly compressed weights by dense ones, for `undo`.
+
+    Lossily compressed weights stay compressed, and the result gives the reason.
+    """
     found: dict[str, str] = {}
     left: dict[str, str] = {}
     before = after = 0
@@ -802,8 +809,9 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Let `load_state_dict` accept codes under the names that a saved folder uses, because
-    transformers' Trainer passes such codes when it loads a checkpoint."""
+    """Let `load_state_dict` accept a compressed weight as coded tensors named `<name>.<part>`.
+
+    transformers' Trainer passes these coded tensors when it loads a checkpoint."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
         parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}

@@ -112,8 +112,9 @@ def load_compressed_(
         A report of the loaded weights; as an integer, it is the number of compressed weights.
 
     Raises:
-        CodedWeightError: The file is damaged, or belongs to another version or model. This error is
-            also raised if the values of a buffer on the meta device are unknown.
+        CodedWeightError: The file is damaged, has an unsupported format version, or does not match
+            the model. This error is also raised if the values of a buffer on the meta device are
+            unknown.
     """
     require_module(model, "load_compressed_")
     with _opened(path) as file:
@@ -225,9 +226,9 @@ def _initialised(
 ) -> Tensor | None:
     """Return a buffer with the values that the module's initialisation computes, or None.
 
-    A transformers model has one method that initialises all its modules. In other models, each
-    module has a method `reset_parameters`. This function calls the method only if every parameter
-    of the module is on the meta device. So no parameter changes.
+    A transformers model has a method `_init_weights`, which initialises a given module. In other
+    models, each module has a method `reset_parameters`. This function calls these methods only if
+    all parameters of the argument `module` are on the meta device. So no parameter changes.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None

@@ -2,14 +2,14 @@
 LOMO).
 
 Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
-encoded again in one step, so no second copy of it exists. The optimizer that the factory returns
-computes the update. The results are bit for bit the same as if the weights were dense. For plain
-SGD on a GPU, one kernel decodes and updates the weight. If no other tensor uses the gradient's
-memory, the kernel writes the new weight to this memory.
+encoded again in one step, so no second copy of it exists. Each parameter has its own optimizer,
+which computes the update. The results are bit for bit the same as if the weights were dense. For
+plain SGD on a GPU, one kernel decodes and updates the weight. If no other tensor uses the
+gradient's memory, the kernel writes the new weight to this memory.
 
 A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
-the reduction. FSDP2 reduces each gradient once per backward pass, because autograd first adds up
-the gradient of the gathered weight.
+the reduction. Autograd first adds up all contributions to the gradient of a gathered weight. So
+FSDP2 reduces each gradient only once per backward pass.
 
 Between updates, the CPU does not wait for the GPU. The codes of a weight's new value are written to
 the memory of the old codes. The CPU checks later whether they fitted. If the new codes did not fit,
@@ -72,7 +72,7 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """A queue of new values of weights, the oldest first, whose codes may not have fitted.
+    """A queue of new weight values, the oldest first, that the CPU has not checked yet.
 
     The codes of a new value are written to the memory of the old codes. The CPU does not know yet
     whether the codes in this queue fitted. If the codes of a value do not fit, the GPU copies the
@@ -186,10 +186,10 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until the CPU knows which new values in the queue have codes that did not fit.
+        """Wait for the GPU, and check whether the codes of each queued value fitted.
 
-        Codes must fit into the memory of the old codes. Encode each value again whose codes did not
-        fit.
+        The codes of a new value must fit into the memory of the weight's old codes. Encode each
+        value again whose codes did not fit.
         """
         with self.lock:
             self._encode()
@@ -355,8 +355,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     Code that expects an optimizer, such as a scheduler or a training loop, can use this object. A
     scheduler sets learning rates through this object's `param_groups`, of which there is one per
-    parameter. `state_dict` saves the states of all these optimizers. `step` only checks that the
-    weights were updated.
+    parameter. `state_dict` saves the optimizer state of every parameter. `step` only checks that
+    the weights were updated.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         )
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the summary, and each weight's optimizer, as JSON."""
+        """Return the report's first line, and the class of each weight's optimizer, as JSON."""
         kinds = {name: type(each).__name__ for name, each in self.optimizers.items()}
         return json.dumps({"summary": self.summary, "optimizers": kinds}, indent=indent)
 
@@ -554,8 +554,8 @@ def optim_in_backward(
     `max_norm` clips the gradient of each parameter by its own norm.
 
     Args:
-        model: a model with compressed or dense weights, or both. FSDP2 may shard dense weights. DDP
-            is not supported.
+        model: a model with compressed or dense weights, or both. Dense weights can be sharded with
+            FSDP2. DDP is not supported.
         factory: an optimizer class, or a function that creates the optimizer of one parameter.
         accumulate: the number of gradients per update, counted per parameter. If a backward pass
             computes no gradient for a parameter, the parameter's update comes correspondingly

@@ -2,8 +2,8 @@
 
 The saved folder contains the usual files. config.json lists the compressed weights. The weight
 files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. transformers
-imports this module together with its quantizers, before it imports its model classes. So this
-module imports the modules of this package that need torch only when a compressed model is used.
+imports this module together with its quantizers, before it imports its model classes. Some modules
+of this package need torch. Those modules are imported here only when a compressed model is used.
 """
 
 from __future__ import annotations

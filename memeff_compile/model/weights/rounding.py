@@ -52,9 +52,10 @@ def gram_groups(widths: Iterable[int]) -> Iterator[int]:
 def grams(
     model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return the Gram matrix (D, D) of all inputs of each weight's linear layers, in fp32.
+    """Return for each weight the fp32 Gram matrix (D, D) of all inputs multiplied by this weight.
 
-    The result contains no entry for weights whose linear layers got no input.
+    `linears` maps the name of each weight to the linear layers that use the weight. The result
+    contains no entry for weights whose linear layers got no input.
     """
     found: dict[str, Tensor] = {}
     with evaluating(model), _noted(linears, found):
@@ -96,8 +97,10 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a lossy codec keeps, such that the weight's products
-    with the given inputs lose little precision.
+    """Round a weight (V, D) to numbers that a lossy codec can store exactly.
+
+    The numbers are chosen so that the weight's products with the measured inputs lose little
+    precision. `gram` is the Gram matrix of these inputs.
 
     A lossy codec divides the numbers of each block by the block's largest number. This number is
     not changed, and it remains the largest. Return None if all inputs are zero, or if an input or

@@ -1,4 +1,4 @@
-"""Register compressed weights with the core of this package."""
+"""Declare the compiler pass, ops and hooks that compressed weights add to memeff_compile."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Describe an attention mask as a formula over batch, query and key index.
 
-A tensor is described by its shape and one scalar: a formula that gives the element at any index.
-The kinds of scalars:
+A tensor is described by its shape and one formula, which gives the element at any index. Here, such
+a formula is called a scalar. The kinds of scalars:
 
 - integer: a sum of axis indices, sizes and elements of other tensors (:class:`Linear`);
 - boolean: a formula over such sums;
 - floating point: a list of cases, each with a condition and a number.
 
-To describe a view, a broadcast or a gather, this module substitutes axis indices in the formula.
-The module never reads the elements of a tensor.
+To describe a view, a broadcast or a gather, this module replaces axis indices in the formula by
+sums (:class:`Linear`). The module never reads the elements of a tensor.
 
 A condition is replaced by true or false only if this is proved for all sizes, including symbolic
 ones. The module :mod:`mask_forms` recognises known masks by their formulas.
@@ -148,7 +148,7 @@ class _OfParts:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A formula that is true, or false, at every index."""
+    """A constant formula: true at every index, or false at every index."""
 
     value: bool
 
@@ -308,8 +308,9 @@ def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
 
 
 def combined(left: Cases, right: Cases, operation: Callable[[float, float], float]) -> Cases:
-    """Return `operation` applied to two numbers with cases; the result has one case for each pair
-    of their cases.
+    """Apply an operation to two numbers that are given as `Cases` (values with conditions).
+
+    The result combines each case of `left` with each case of `right`.
     """
     return cases(
         (both(first, second), operation(a, b))
@@ -319,7 +320,7 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
-    """Return the formula that holds at the indices at which the number satisfies the condition
+    """Return the formula that holds at the indices at which the value of `given` satisfies
     `wanted`."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
@@ -349,8 +350,9 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each formula, sum and index in a scalar (the formula of an element), and
-    return the simplified result."""
+    """Apply `change` to each part of the formula `scalar`, and return the simplified result.
+
+    A part is a subformula, a sum, or an index at which an element is read."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))
@@ -374,8 +376,8 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
     """Return a formula in which sums replace axis indices.
 
-    The formula is a scalar, a `Linear` or a `Read`. The dictionary `by` maps each axis index
-    to its sum.
+    The argument `scalar` is the formula of a tensor's element, or a `Linear` or `Read` in such a
+    formula. The dictionary `by` maps each axis index to its sum.
     """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
@@ -402,7 +404,7 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in a formula: a scalar, a `Linear` or a `Read`.
+    """Return the axes that occur in the formula `scalar`, which may also be a `Linear` or a `Read`.
 
     The formula's value depends on the index along these axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
@@ -410,7 +412,7 @@ def axes_in(scalar: Any) -> set[Axis]:
 
 
 def reads_in(scalar: Any) -> set[Read]:
-    """Return each `Read` (an element of a tensor) on which a scalar (a formula) depends.
+    """Return each `Read` (an element of a tensor) on which the formula `scalar` depends.
 
     An element that is used as an index of another tensor counts, too."""
     own = {scalar} if isinstance(scalar, Read) else set[Read]()

@@ -1,12 +1,11 @@
-"""Sort the conditions of a mask's formula into bounds on positions and conditions read from
-tensors.
+"""Sort the conditions of a mask's formula by kind.
 
 :func:`form_of` sorts the conditions into these kinds:
 
 - bounds on the key's position relative to the query's;
 - tables of visible keys;
 - comparisons of sequence ids;
-- other conditions, in the form's `rest`.
+- other conditions, which are stored in the field `rest` of :class:`Form`.
 
 A condition counts as a bound or a comparison only if this is proved for all sizes, including
 symbolic ones. Otherwise the condition is put into `rest`.
@@ -79,7 +78,8 @@ class Form:
         """Return whether the arguments of memeff::attention can express the mask.
 
         The mask may have bounds on positions, one table of visible keys (one flag per key), and one
-        comparison of ids, but nothing else. Conditions on the query count as a comparison of ids.
+        comparison of ids, but nothing else. All conditions on the query alone count as one
+        comparison of ids.
         """
         return (
             not (self.positions or self.shifted or self.rest)
@@ -264,10 +264,10 @@ def key_table(form: Form, rank: int) -> Formula:
 
 
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
-    """Replace comparisons of positions by comparisons of indices, for queries and keys with equal
-    ids.
+    """Replace comparisons of position ids by comparisons of token indices.
 
-    `positions` maps each element of a tensor of sequence ids (a `Read`) to the position of the
+    The comparisons are replaced only if the formula also requires equal sequence ids of query and
+    key. `positions` maps each element of a tensor of sequence ids (a `Read`) to the position of the
     same token. Where two neighbouring tokens have equal ids, the position increases by one. The
     last two of the formula's `rank` axes are query and key.
 

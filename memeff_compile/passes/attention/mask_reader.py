@@ -156,8 +156,10 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Return, as a formula, the value of a graph input that the graph around a checkpoint, or
-        an earlier graph partition, has computed.
+        """Return the formula of a graph input that another graph computes, or None.
+
+        The other graph contains this graph as the body of an activation checkpoint, or it is an
+        earlier graph partition.
         """
         if self.parent is None:
             return handed_over(node)
@@ -481,7 +483,7 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return the elements of an index tensor as a sum over the result's axes.
+    """Return the elements of an index tensor as a `Linear`: a sum of the result's axis indices.
 
     The indices must not be negative, that is, must not count from the end."""
     total = _sum(broadcast(index, shape))

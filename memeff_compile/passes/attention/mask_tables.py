@@ -56,9 +56,9 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
     """Return the node after which a table can be computed, and the graph of this node.
 
     A table is the mask's condition on each key or query. The returned node is the last of the nodes
-    that the table reads, or None if it reads none. Return None instead of both if the table reads a
-    node of a graph that is not around this one. Also return None if the graph may change one of the
-    tensors between its read and the returned node.
+    that the table reads, or None if it reads none. Return a single None if the table reads a node
+    outside of the graph of `info` and its enclosing graphs. Also return None if the graph may write
+    to a tensor between the mask's read of this tensor and the returned node.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

@@ -1,7 +1,7 @@
-"""Describe an operand of attention as a node of the graph and views.
+"""Describe an operand of attention by a graph node, and by views to apply to the node's tensor.
 
-The views give the node the shape of the call's argument. In attention that is written as matrix
-products:
+The views give the tensor the shape that the inserted attention call needs. In attention that is
+written as matrix products:
 
 - operands may have their axes in any order;
 - batch and heads may be joined to one axis;
@@ -58,7 +58,7 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """Return all sizes in the list arguments of the views, such as their shapes."""
+        """Return all sizes in the views' arguments that are lists, such as target shapes."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 
@@ -115,10 +115,10 @@ def placed(
 
     Args:
         result: the axes of the attention result.
-        sizes: the sizes of the scores' axes; batch and heads are separate axes if they are separate
-            in any tensor.
-        may_split: whether an axis that the operands' views made from batch and heads may be split
-            into batch and heads again.
+        sizes: the sizes of the scores' axes. Batch and heads are separate axes here if at least one
+            tensor of the attention separates them.
+        may_split: whether joined axes of batch and heads may be split again, if views of the
+            operands had joined them.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:

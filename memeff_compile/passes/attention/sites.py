@@ -501,8 +501,8 @@ class _Read:
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
         """Read one node between the softmax and the product of queries and keys.
 
-        Record its scale, softcap, mask or cast and return None. If the node does none of these,
-        return a Decline.
+        If the node scales, caps, masks, casts or copies the scores in a supported way, record this
+        and return None. Otherwise return a Decline.
         """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
@@ -678,8 +678,10 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """If a later cast turns the number that hides keys into minus infinity, return `masking`
-    without the mask's dtype, otherwise return `masking` unchanged.
+    """Return `masking`, with its `dtype` set to None if a cast changes the number that hides keys.
+
+    Such a cast comes after the mask, and turns the number into minus infinity. `casts` are the
+    dtypes of all casts between the mask and the softmax.
     """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max

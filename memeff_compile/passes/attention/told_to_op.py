@@ -1,6 +1,7 @@
-"""Rewrite attention into memeff::attention, whose arguments can describe more masks.
+"""Rewrite attention into memeff::attention, whose arguments can describe more masks than those of
+scaled_dot_product_attention.
 
-The arguments of scaled_dot_product_attention cannot describe these masks.
+scaled_dot_product_attention takes every mask as a tensor, except a causal mask (`is_causal`).
 
     before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
             out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
@@ -255,10 +256,11 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return the given node with its graph, and the outer nodes for which it stands.
+    """Return a given node and the nodes that surrounding graphs pass for it, each with its graph.
 
-    If the node is an input of a checkpoint's body, the surrounding graph passes another node for
-    it. That node is the next entry, and so on outwards."""
+    If the node is an input of an activation checkpoint's body, the surrounding graph passes another
+    node for this input. The list continues with that node, then with the node that the next
+    surrounding graph passes."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -395,8 +397,8 @@ def name_of(info: GraphInfo, node: Node) -> str:
 def _told(name: str, table: Table | None) -> str:
     """Return the report's text for a table, or "" if there is no table.
 
-    The text is the table's name, and the graph inputs from which it is computed if there are one or
-    two."""
+    The text is the table's name. If the table is computed from one or two graph inputs, the text
+    also names these inputs."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

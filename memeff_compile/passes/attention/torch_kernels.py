@@ -34,9 +34,9 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
     - On a CPU, PyTorch has one fused kernel. This kernel supports grouped heads in every
       floating-point dtype, and is then as fast as with repeated keys and values.
-    - On a GPU, the flash and cuDNN kernels support grouped heads in 16 bits. Head sizes must be
-      equal, a multiple of 8 and at most 256. The memory-efficient kernel does not support grouped
-      heads, and the unfused kernel is slow.
+    - On a GPU, the flash and cuDNN kernels support grouped heads in 16 bits. Queries, keys and
+      values must have the same head size, a multiple of 8 up to 256. The memory-efficient kernel
+      does not support grouped heads, and the unfused kernel is slow.
     """
     query, key, value = (operand.value for operand in site.operands)
     result = info.value(site.node)
@@ -63,9 +63,9 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return the reason why no fused kernel of PyTorch can compute an attention call, or "".
+    """Return the reason why no fused kernel of PyTorch can compute the attention at `site`, or "".
 
-    The attention is written as matrix products and a softmax.
+    In the graph, this attention is still written as matrix products and a softmax.
     """
     sizes = (operand.value.shape[-1] for operand in (site.query, site.value))
     return why_no_kernel(info, info.value(site.node), *sizes)
@@ -105,9 +105,7 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return the reason why the pass leaves attention unchanged, if user code itself selects
-    PyTorch's kernels; otherwise return "".
-    """
+    """Return a Decline if user code itself selects PyTorch's attention kernels, otherwise None."""
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None

@@ -37,8 +37,9 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return this Decline for a given node, counted as one match; the report merges equal
-        declines and adds up their counts."""
+        """Return a copy of this Decline for the given node, with a count of one match.
+
+        The report merges equal declines and adds up their counts."""
         return replace(self, node=node, sites=1)
 
 
@@ -123,7 +124,8 @@ class GraphPass(ABC):
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
-        """Return the nodes whose module paths `memeff.skip` may name."""
+        """Return the nodes of a match; if `memeff.skip` names the module of one of them, the match
+        is skipped."""
         return [match]
 
     def anchor(self, match: Any) -> Node:
@@ -144,7 +146,8 @@ class GraphPass(ABC):
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return further notes about a match for the report: reason codes and sentences."""
+        """Return notes on the whole graph for the report, as pairs of a reason code and a
+        sentence."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:

@@ -37,7 +37,7 @@ def named(words: str) -> frozenset[Any]:
 
 
 class _Previous:
-    """A placeholder in the arguments of an ATen call for the result of the call before.
+    """An argument of an ATen call that stands for the result of the previous ATen call.
 
     The placeholder is used if a node is read as several ATen calls.
     """
@@ -68,8 +68,8 @@ def read(node: Node) -> Reading | None:
     """Return the ATen calls to which `node` is equivalent, according to this module's table of
     names.
 
-    Return None if the table has no entry for the node. For example, `x.float()` becomes
-    `(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)`.
+    For example, `x.float()` becomes `(Call(aten.to.dtype, {"self": x, "dtype": float32, ...}),)`.
+    Return None if the table has no entry for the node.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -86,11 +86,11 @@ def read_one(node: Any) -> Call | None:
 
 
 def read_write(node: Node) -> Call | None:
-    """Return an in-place write as the out-of-place call whose result the write stores in its first
-    argument.
+    """Return the out-of-place call that computes the result of an in-place write.
 
-    For example, `x /= 2` becomes `div(x, 2)`, and `x[mask] = 0.0` becomes `masked_fill(x,
-    mask, 0.0)`. For a node that is no in-place write, return None.
+    The write stores this result in the write's first argument. For example, `x /= 2` becomes
+    `div(x, 2)`, and `x[mask] = 0.0` becomes `masked_fill(x, mask, 0.0)`. For a node that is no
+    in-place write, return None.
     """
     try:
         if node.target is operator.setitem or node.target == "__setitem__":

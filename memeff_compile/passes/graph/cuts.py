@@ -1,10 +1,10 @@
 """Split a graph into partitions, so that gradients become available block by block.
 
-For autograd, a compiled graph is one node: its backward pass returns all gradients together. An
-optimizer that runs during the backward pass could only start afterwards. If `optim_in_backward`
-updates weights, this module splits the graph between the model's blocks, as Dynamo does for DDP's
-buckets. Each partition is compiled separately. A value that a later partition needs is an output of
-the partition that computes the value, and an input of the later partition.
+For autograd, a compiled graph is one node: its backward pass returns all gradients together.
+Without a split, an optimizer could update the first weight only after all gradients were computed.
+If `optim_in_backward` updates weights, this module splits the graph between the model's blocks, as
+Dynamo does for DDP's buckets. Each partition is compiled separately. If a later partition needs a
+value, the value is an output of the earlier partition and an input of the later one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 def block_of(node: Node) -> str:
     """Return the path of the block that contains a node, such as `model.layers.3`, or "".
 
-    A checkpoint always counts as a block.
+    If a call of an activation checkpoint is outside of all blocks, return the call's name.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
@@ -223,9 +223,9 @@ def compiled_in_pieces(
 
 
 class _Step(NamedTuple):
-    """A call of a compiled partition, with the numbers of its inputs and outputs.
+    """A call of a compiled partition, with the indices of the values that it takes and returns.
 
-    All values of the graph are numbered in the order in which they are created.
+    The indices count all values of the graph in the order in which they are created.
     """
 
     compiled: Callable[..., Any]
@@ -290,7 +290,7 @@ def split(gm: GraphModule, cuts: set[Node]) -> list[Piece]:
 
 
 def return_from_partition(node: Node) -> None:
-    """Make the partition that computes a node return it, even if no later partition reads it."""
+    """Add a node to the outputs of its partition, even if no later partition reads the node."""
     node.meta[_RETURNED] = True
 
 

@@ -54,8 +54,9 @@ class Editor:
         """Make later calls of this editor insert their nodes before `node`, with the source line
         and the module path of `like`.
 
-        `region` is the autograd and autocast state of the inserted nodes (by default that of
-        `node`); inserted nodes may disable gradients.
+        `region` is the autograd and autocast state of the inserted nodes, by default that of
+        `node`. Pass `region` if `node` itself changes this state, for example by disabling
+        gradients.
         """
         before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
@@ -151,7 +152,7 @@ class Editor:
         return found
 
     def around(self) -> Editor:
-        """Return the editor of the graph that contains the checkpoint body.
+        """Return the editor of the graph that contains this graph as an activation checkpoint.
 
         The edits of both editors are committed or undone together.
         """
@@ -161,8 +162,10 @@ class Editor:
         return self._outer
 
     def bring_in(self, node: Node) -> Node:
-        """Return a node of the surrounding graph as an input of the checkpoint body; add the input
-        if necessary.
+        """Make a node of a surrounding graph available in this graph, an activation checkpoint's
+        body.
+
+        Return the input of this graph for which the node is passed, and add the input if necessary.
         """
         if node.graph is self.graph:
             return node
@@ -297,7 +300,7 @@ def _first_call(graph: Graph) -> Node:
 def describe_difference(old: Any, new: Any) -> str:
     """Return text that names a difference between two example values, or an empty string.
 
-    Only differences that a node's users can see count, such as shape or dtype."""
+    The function compares type, shape, dtype, device, `requires_grad` and DTensor placements."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype == new.dtype and not same_shape(old.shape, new.shape):

@@ -134,7 +134,8 @@ class GraphInfo:
         """Return a mapping from the formula of each symbolic size to the graph input that contains
         it.
 
-        The input is a node that is the size, or a tensor and its dimension.
+        A value of the mapping is an input that is itself the size, or a pair. The pair consists of
+        an input tensor and the dimension of the tensor that has this size.
         """
         said: dict[Any, Node | tuple[Node, int]] = {}
         held: dict[Any, Node | tuple[Node, int]] = {}
@@ -160,7 +161,8 @@ class GraphInfo:
 
     @property
     def is_called_once(self) -> bool:
-        """Return whether exactly one call runs the checkpoint body."""
+        """Return whether this graph is the body of an activation checkpoint and is called exactly
+        once."""
         if self.parent is None or self.called_by is None:
             return False
         body: Any = self.called_by.args[0]
@@ -238,8 +240,8 @@ class GraphInfo:
         """Return the input of the whole graph that is passed for `node`, an input of a
         checkpoint's graph.
 
-        If an earlier node computes the value, return None. If `node` is an input of the whole
-        graph, return `node`.
+        If the value passed for `node` is computed by a node of a surrounding graph, return None. If
+        `node` is an input of the whole graph, return `node`.
         """
         if node.op != "placeholder":
             return None
@@ -314,9 +316,10 @@ class GraphInfo:
 
         The memory may overlap if both nodes have the same fake storage, or if both are inputs whose
         memory is unknown. Inputs of different dtypes are assumed not to overlap, because a KV cache
-        and a mask, for example, are separate tensors. With `inner="eager"`, however, such inputs
-        count as possibly overlapping. Eager PyTorch supports overlapping inputs, whereas
-        AOTAutograd assumes that different storages never overlap.
+        and a mask, for example, are separate tensors. If `memeff.inner=eager` runs the rewritten
+        graph in eager PyTorch, inputs of different dtypes count as possibly overlapping. Eager
+        PyTorch supports overlapping inputs, whereas AOTAutograd assumes that different storages
+        never overlap.
         """
         if a is b:
             return True
@@ -344,10 +347,12 @@ class GraphInfo:
 
     @cached_property
     def _written_memory(self) -> tuple[set[int], bool, set[torch.dtype]]:
-        """Return three facts about the writes of the graph.
+        """Return three facts about the writes of the graph:
 
-        The facts are the written storages, whether the graph may write to unknown memory, and the
-        dtypes of the user's tensors that the graph writes.
+        - the storages to which the graph writes;
+        - whether the graph may write to unknown memory;
+        - the dtypes of written tensors that use the memory of inputs other than parameters and
+          buffers.
         """
         targets = {target for write in self.writes for target in write.targets}
         values = [v for v in map(self.tensor, targets) if v is not None]  # as in may_share_memory

@@ -6,8 +6,8 @@ product of a block saves its operands before it runs. So the recomputation stops
 and does not compute it again. A compiled block saves its tensors after all of its operations. So
 the backward pass computes the last product a second time although no code reads the result.
 
-For this reason, the graph of such a block is split before its last product. The nodes from this
-product on (the product and additions) run op by op. The product calls the same matrix library as in
+For this reason, the graph of such a block is split before its last product. The product and the
+additions, views and casts after it run op by op. The product calls the same matrix library as in
 compiled code.
 """
 
@@ -41,8 +41,8 @@ def last_product(info: GraphInfo) -> Node | None:
     """Return the node before which a graph is split, or None.
 
     The returned node is a linear layer's product. The nodes after the returned node save no tensor
-    for the backward pass. Graphs with in-place writes or autocast regions, and graphs whose layers
-    are in the checkpoint of another graph, are not split.
+    for the backward pass. Graphs with in-place writes or autocast regions are not split. A graph
+    that another graph contains as an activation checkpoint is not split either.
     """
     if info.options.inner == "eager" or info.options.preset == "off" or info.parent is not None:
         return None

@@ -7,7 +7,7 @@ path through which code reaches it:
 - `L['trainer'].model.lm_head` in a method of a trainer;
 - `L['self'].lm_head` in a submodule after a graph break.
 
-In Dynamo's stacks of modules, the keys are ids of the modules.
+For each node, Dynamo records a dictionary of modules, whose keys begin with the modules' ids.
 """
 
 from __future__ import annotations

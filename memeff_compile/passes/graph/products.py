@@ -1,12 +1,14 @@
 """Describe batched matrix products (`@`, bmm, baddbmm, and einsum of two tensors) in one
 canonical form.
 
-    q @ k.transpose(-1, -2)                             left "abyz", right "abzx", result "abyx"
-    torch.einsum("bhid,bhjd->bhij", q, k)               left "bhid", right "bhjd", result "bhij"
+Each axis of a tensor has a letter, as in einsum. Two examples:
 
-Each axis of a tensor has a letter, as in einsum. The product sums over the letter that both
-operands have and the result does not have. If an operand lacks a letter of the result, or has size
-one on the letter's axis, the operand is broadcast along this axis.
+    q @ k.transpose(-1, -2)                 has the letters "abyz,abzx->abyx"
+    torch.einsum("bhid,bhjd->bhij", q, k)   has the letters "bhid,bhjd->bhij"
+
+The product sums over the letter that both operands have and the result does not have. If an operand
+lacks a letter of the result, the operand is broadcast along the letter's axis. An operand that has
+size one on the letter's axis is broadcast, too.
 """
 
 from __future__ import annotations

@@ -108,8 +108,9 @@ def repeated_layers(info: GraphInfo) -> Repeated:
 def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
     """Return the first node of each layer, and the first node after each stack of layers.
 
-    Each of these nodes is a key. The value of the key is a list of nodes. `_give_residual` makes
-    the partition before the key return these nodes. The key None stands for the end of the graph.
+    Each of these nodes is a key. The value of the key is a list of nodes. The partition that ends
+    before the key returns the listed nodes (see `_give_residual`). The key None stands for the end
+    of the graph.
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
     In that partition, the compiler fuses the normalization with the addition of the previous
@@ -137,11 +138,12 @@ def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
 
 
 def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
-    """Make a partition that contains a normalization also return the normalization's inputs.
+    """Add a normalization's inputs to the outputs of the partition that contains the normalization.
 
-    The normalization is from `place` to `end`. Return those inputs that the graph computes. The
-    next layer reads them. After the last layer, no layer reads them, but the partition returns them
-    too, so that all partitions have the same structure.
+    The normalization consists of the nodes from `place` to `end`. The function adds and returns
+    only inputs that other nodes compute, such as the residual. The next layer reads the added
+    outputs. After the last layer, no layer reads them, but the partition returns them too, so that
+    all partitions have the same structure.
     """
     norm = {*nodes[place:end]}
     given = dict.fromkeys(each for node in norm for each in node.all_input_nodes)
@@ -244,9 +246,9 @@ def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hasha
     """Merge sizes that each layer has separately, such as the length of its cache.
 
     Sizes of two layers correspond if their names are equal without the layer number. If layers are
-    equal apart from these sizes, and the sizes have equal values in the current call, they become
-    one size. Guards make Dynamo compile the graph again if the sizes differ in a later call. Return
-    whether at least two sizes became one.
+    equal apart from these sizes, and the sizes have equal values in the current call, the sizes are
+    merged into one. Guards make Dynamo compile the graph again if the sizes differ in a later call.
+    Return whether at least two sizes were merged.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:

@@ -27,11 +27,12 @@ def structure(
 ) -> Hashable:
     """Return a key that two graphs share only if both can run the same compiled code.
 
+    The key contains neither the names of nodes nor the values of input tensors.
+
     Args:
-        gm: the module of the graph. The names of nodes and the values of input tensors are not in
-            the key.
-        inputs: the example values for which the graph is compiled, real or fake; none for a nested
-            graph.
+        gm: the module of the graph.
+        inputs: the example values (real or fake tensors) for which the graph is compiled. For a
+            nested graph, this argument is None.
         graph: a graph that reads the module's attributes; by default, the module's own graph.
     """
     places: dict[Node, int] = {}

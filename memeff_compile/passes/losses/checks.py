@@ -78,7 +78,7 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
     """Return a Decline if the fused op cannot compute a result of logits that are split over ranks.
 
-    The results are the losses and other tails of an output projection whose logits are split.
+    Such a result (a tail) is a loss, or another value that the graph computes from the logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""

@@ -32,8 +32,9 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def is_chunked(tail: Tail) -> bool:
-    """Return whether one call of PyTorch's chunked op computes the loss and its output projection;
-    this op builds no N x V logits either."""
+    """Return whether one call of PyTorch's chunked op computes the loss and its output projection.
+
+    This op computes the logits in chunks of rows, so it does not store all N x V logits at once."""
     return tail.node is tail.chain.head.node
 
 

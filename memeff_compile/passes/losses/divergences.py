@@ -2,9 +2,11 @@
 writes their sums.
 
 A loss sums one term per class. The module describes this term as a polynomial in probabilities and
-log-probabilities of student and teacher, and in logarithms of a mixture of both. So the six factors
-of `Coefficients` can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon
-divergences, and cross entropies with a teacher's probabilities.
+log-probabilities of student and teacher, and in logarithms of a mixture of both. The fused op
+supports six terms, such as q log p for a student's probability p and a teacher's probability q.
+`Coefficients` contains the polynomial's factor for each of these terms. The factors can describe
+`kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a
+teacher's probabilities.
 """
 
 from __future__ import annotations
@@ -568,8 +570,9 @@ class DivergenceReader:
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
         """Include another sum over the same two logits tensors in this divergence.
 
-        The sum is included if `node` is added to it, or one is subtracted from the other. The
-        divergence then contains the nodes of both sums. Return whether the sum was included.
+        `node` has the divergence's numbers, one per row. `call` must add the other sum to `node`,
+        or subtract one of the two from the other. The divergence then contains the nodes of both
+        sums. Return whether the other sum was included.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -835,9 +838,10 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the coefficients of the six sums that the fused op can compute.
+    """Return a polynomial's coefficients for the six sums of the fused op, such as sum(q log p).
 
-    Return None if the polynomial has other terms, such as those of a third softmax.
+    `terms` is the polynomial. If the polynomial has other terms, such as those of a third softmax,
+    return None.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}

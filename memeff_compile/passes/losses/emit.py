@@ -73,8 +73,8 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows.
 
-    Such ranges are chunks, for example. One call of the fused op then computes the numbers of all
-    rows. The ranges are not combined if together they have less than half of the rows.
+    Such ranges are chunks, for example. One call of the fused op then computes the results per row
+    of all ranges. The ranges are not combined if together they have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -173,11 +173,11 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
-    """Return a node that writes to the group's targets or class weights too early, or None.
+    """Return a node that writes to the group's targets or class weights after the fused op reads
+    them, or None.
 
-    Too early is after the fused op's call and before the group's last tail (a loss or another
-    result of the logits). The op reads targets and weights when it is called. The losses in the
-    original graph read them later.
+    The node comes before the group's last tail (a loss or another result of the logits). In the
+    original graph, losses may read the targets and weights only after this write.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -185,11 +185,12 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the fused op is inserted, and this node's region.
+    """Return the node before which the fused op is inserted, and the op's region.
 
-    A region has autograd, autocast and inference modes. Usually the node computes the group's first
-    loss or other result of the logits. The first result may be a metric without a gradient, while
-    another result needs gradients. Then the op is inserted before the node that disabled gradients.
+    The region describes the autograd, autocast and inference modes in which the op runs. Usually
+    the node computes the group's first loss or other result of the logits. The first result may be
+    a metric without a gradient, while another result needs gradients. Then the op is inserted
+    before the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -245,9 +246,9 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether a call's losses are reduced to one number, so that the forward pass can
-    compute gradients.
+    """Return whether the fused op's forward pass also computes the gradients.
 
+    For this result, the call must have a single loss that is reduced to one number.
     In an activation checkpoint, return False, because the forward pass runs twice there.
     """
     tail = group[0]
@@ -508,7 +509,8 @@ class GroupEmitter:
     def _rows_in_key(self) -> int:
         """Return how many row moves (reorderings and selections of rows) come before the fused op.
 
-        The op gets only row moves that all losses of this group have in common."""
+        The emitter applies these row moves to the hidden states. So all losses of this group must
+        have these moves in common."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):

@@ -87,8 +87,10 @@ class Head:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """Return the dtype of the low-rank products: that of the projection, or fp32 if their
-        dtypes differ."""
+        """Return the dtype for the low-rank products.
+
+        This is the projection's dtype if all low-rank products in the model have it, otherwise
+        fp32."""
         if all(part.dtype == self.compute_dtype for part in self.parts):
             return self.compute_dtype
         return wide(self.compute_dtype)
@@ -124,15 +126,15 @@ class Step:
     - `rows`: reorders or selects rows;
     - `reshape`: regroups leading dimensions;
     - `same` (no change) or `detach`;
-    - `move`: moves the class dimension from last to 1;
+    - `move`: moves the class dimension from the last position to position 1;
     - `classes`: selects some classes. The field `classes` has the index of the first selected
       class and the index after the last one.
     - `to`, `mul`, `div`, `tanh`, `bias` and `factor`: pointwise, with the operand
       `value`.
 
     If `value` is a number that the user passed (a symbol under `dynamic=True`), a guard on
-    `symbol` makes Dynamo recompile if this number changes. If a step also moves rows, `whole`
-    is the complete ATen call of its node.
+    `symbol` makes Dynamo recompile if this number changes. `reading` contains the ATen calls of the
+    node that move rows. If another call of the node slices the classes, `whole` contains all calls.
     """
 
     node: Node
@@ -245,7 +247,8 @@ class HeadReader:
     """The reader of all chains (output projection and steps) in one graph; the reader analyses each
     node once.
 
-    With `tracing`, the reader also traces nodes, which takes milliseconds per node.
+    The reader looks up in a table which ATen ops a node calls. With `tracing`, the reader runs a
+    node that the table does not contain on fake tensors. Such a run takes milliseconds per node.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -325,8 +328,10 @@ class HeadReader:
         return found
 
     def row_operand(self, node: Node) -> Node | None:
-        """Return the operand whose rows `node` moves, casts or detaches, without tracing the
-        node."""
+        """Return the operand whose rows `node` moves, casts or detaches.
+
+        The method looks up the node's op in a table, and does not run the node on fake tensors.
+        """
         reading = read(node)
         if not reading or reading[0].op not in _MOVE_OPS:
             return None
@@ -911,8 +916,9 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return in which way `call` moves rows: same, reshape, rows, move or detach. For any other
-    call, return None.
+    """Return the kind of a call that keeps all classes, as in `Step.kind`.
+
+    This kind is `same`, `reshape`, `rows`, `move` or `detach`. For any other call, return None.
     """
     op, args = call.op, call.args
     last = rank - 1

@@ -304,8 +304,9 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return a description of the memory layout of the given outputs, which deferred logits can
-    reproduce, or the reason why they cannot.
+    """Return the memory layout of the given outputs, if deferred logits can reproduce this layout.
+
+    Otherwise return the reason why deferred logits cannot reproduce it.
     """
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)

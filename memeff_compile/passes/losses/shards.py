@@ -2,8 +2,11 @@
 combine the ranks' results.
 
     x = DTensor.from_local(h, mesh, (Replicate,))
-    l = linear(x, W)  # with W: Shard(0), this rank's classes
+    l = linear(x, W)
     z = l.redistribute(placements=(Replicate,)).to_local()
+
+In this example, the weight W is split by Shard(0). Each rank has the weight's rows for some of the
+classes.
 
 All ranks of a group must make the same edits, because a collective would hang otherwise. So this
 module bases its decisions only on facts that are equal on all ranks: layouts, and the sizes of
@@ -143,7 +146,10 @@ def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> No
 
 
 def on_every_rank(value: Tensor, like: Any) -> Tensor:
-    """Return a value that is equal on all ranks, as a DTensor on the device mesh of `like`."""
+    """Wrap `value`, which is already equal on all ranks, in a replicated DTensor.
+
+    The DTensor has the device mesh of `like`.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     places = [Replicate()] * like.device_mesh.ndim

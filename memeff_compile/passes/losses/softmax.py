@@ -1,8 +1,12 @@
 """Trace probabilities and log-probabilities back to the logits from which they are computed.
 
-    logits -> log_softmax | x - logsumexp(x) | log(softmax) -> {view, slice, cast, detach}*
-    logits -> softmax | exp(log-probabilities)              -> {view, slice, cast, detach}*
-    logits -> logsumexp | log(sum(exp(x))), where x may be the logits minus their maximum
+The module recognizes these results of logits x:
+
+- Log-probabilities: `log_softmax(x)`, `x - logsumexp(x)` or `log(softmax(x))`.
+- Probabilities: `softmax(x)`, or `exp` of log-probabilities.
+- Log-sum-exps: `logsumexp(x)` or `log(sum(exp(x)))`, also of logits minus their maximum.
+
+Views, slices, casts and detaches may follow the probabilities or log-probabilities.
 
 Reordering or selecting rows gives the same result before and after a softmax. So such row moves
 after the softmax count as steps that are applied to the logits.
@@ -84,8 +88,10 @@ class Total:
 
 
 class SoftmaxReader:
-    """The reader of softmaxes in one graph; this reader calls `HeadReader`, which may trace nodes,
-    only at nodes where it finds a softmax.
+    """Finds the softmaxes in one graph.
+
+    `HeadReader` may run nodes on fake tensors, which is slow. So this class looks for an output
+    projection only after this class has found a softmax.
     """
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:

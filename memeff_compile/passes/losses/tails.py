@@ -511,8 +511,10 @@ class TailReader:
             yield from self._class_sum(node, a, reduction, is_mean=True)
 
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
-        """Return whether a sum is over one dimension or all dimensions, and is computed in its
-        operand's dtype or a wider one."""
+        """Return whether a sum or mean has a supported form.
+
+        The sum must be over a single dimension, or over all dimensions (if `reduction` is not 0).
+        The sum must be computed in its operand's dtype or a wider dtype."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -699,11 +701,12 @@ _READERS: dict[OpOverload, Callable[[TailReader, Node, Any], Iterable[Tail | Dec
 
 
 def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
-    """Return the index with which torch.distributions gathers log-probabilities, without its
+    """Return the class index before torch.distributions broadcasts it, and the nodes of the
     broadcast.
 
-    Also return the nodes of the broadcast. torch.distributions gathers with
-    `broadcast_tensors(index, logits)[0][..., :1]`, which reads only the shape of the logits.
+    torch.distributions gathers log-probabilities with
+    `broadcast_tensors(index, logits)[0][..., :1]`. This call reads only the shape of the logits.
+    If there is no such broadcast, return `index`.
     """
     if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()

@@ -1,9 +1,10 @@
 """Recognize how a loss that is written in basic operations selects its target classes: by indexing
 with row positions, or by one-hot tensors.
 
-by position:  x[arange(rows), targets]
-by one-hot:   one_hot(targets, V), its casts, and a * one_hot + b;
-              full(rows, V).scatter(-1, targets, number), in place too
+- By position: `x[arange(rows), targets]`.
+- By a one-hot tensor: `one_hot(targets, V)` or `full(rows, V).scatter(-1, targets, number)`. The
+  graph may also fill and write this tensor in place, by `fill_` and `scatter_`. The graph may cast
+  the one-hot tensor, multiply it by a number, and add a number to it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ _POSITION_MOVES = named(
 
 @dataclass(frozen=True)
 class OneHot:
-    """A one-hot target: `base` for every class, plus `peak` for the class `index`."""
+    """A one-hot target with the value `base + peak` at the class `index`, and `base` at all other
+    classes."""
 
     index: Node
     base: float

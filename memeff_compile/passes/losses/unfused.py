@@ -2,8 +2,8 @@
 
 To distinguish an output projection from a wide layer inside a model, this module looks at how the
 graph uses the layer's result. The result of an inner layer is an operand of another matrix product.
-The result of an output projection is an output of the graph, or is reduced to one number per row or
-fewer.
+The result of an output projection is an output of the graph, or the graph reduces this result over
+the classes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ def _large_head(info: GraphInfo, reader: HeadReader, node: Node) -> Head | None:
 def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node] | None:
     """Return the nodes that reduce the class dimension of a product's result.
 
-    Return None if the result is used in another matrix product, is in `judged`, or has too many
-    users to follow.
+    Return None in these cases:
+
+    - another matrix product uses the result, unless this product is a weighted sum over the
+      classes;
+    - a pass has already reported on a node that uses the result (such nodes are in `judged`);
+    - the result has too many users to follow.
     """
     classes, elements = info.value(product).shape[-1], _elements(info, product)
     queue, seen, ends = [product], {product}, list[Node]()

@@ -9,8 +9,8 @@ estimator may surround these nodes, in one of these forms:
 - the same with q computed under no_grad;
 - an autograd Function whose backward pass returns its gradient unchanged.
 
-If all nodes have one of these forms, the caller gets a description of the quantisation. Otherwise
-the caller gets a sentence about the first node that does not fit.
+If this module recognizes all nodes that quantise the operand, the caller gets a description of the
+quantisation. Otherwise the caller gets a sentence about the first node that does not fit.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
     """Recognize the quantising nodes inside a straight-through estimator.
 
-    The quantised tensor must be the tensor x that the estimator adds.
+    The tensor to which the quantisation is applied must be the tensor x that the estimator adds.
     """
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
@@ -278,8 +278,8 @@ def _fake_quantized(
     """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation. If `wanted` is the masked x, the mask must come after the
-    quantisation.
+    before or after the quantisation. `wanted` is the tensor that the caller expects as x. If the
+    quantised tensor is `wanted`, a mask before the quantisation belongs to x.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -295,8 +295,10 @@ def _fake_quantized(
 
 
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
-    """Recognize `x * mask` or `where(mask, x, 0)`; return the tensor whose half with the largest
-    magnitudes the mask selects, and x."""
+    """Recognize `x * mask` or `where(mask, x, 0)`, with a mask that `read_larger_half` recognizes.
+
+    Such a mask selects the half of each token's elements with the largest magnitudes. Return the
+    tensor from which the mask is computed, and x. For any other node, return None and the node."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
@@ -499,8 +501,9 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
 
 
 def _require_one_dtype(*nodes: Node) -> None:
-    """Raise an error unless all quantising nodes compute in one dtype; under autocast, some of them
-    may compute in float32."""
+    """Raise an error unless all quantising nodes compute in one dtype.
+
+    Under autocast, the dtypes may differ, because autocast runs some of these nodes in float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
     if len(dtypes) != 1:
         names = " and ".join(sorted(map(short, dtypes)))
