@@ -8,9 +8,9 @@ The op chooses one of these kernels for each call. This script runs the kernels 
 turns, in one process, with launches queued in advance. The times of the forward pass include the
 search for the visible keys, and so do those of the backward pass.
 
-A row contains the times of one case, and the largest differences between the results of the two
-languages, relative to the largest value. `--table` prints the rows of a results file as the table of a page.
-`--size tiny` runs the op on the CPU in seconds.
+A row contains the times of one case. It also contains the largest differences between the results
+of the two languages, relative to the largest value. `--table` prints the rows of a results file as
+the table of a page. `--size tiny` runs the op on the CPU in seconds.
 """
 
 from __future__ import annotations
@@ -280,7 +280,8 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         def again(backward: Any = backward, first: Any = first) -> None:
             backward(*first)
 
-        for part, run in zip(PARTS, (forward, again, both), strict=True):
+        runs: tuple[Callable[[], Any], ...] = (forward, again, both)
+        for part, run in zip(PARTS, runs, strict=True):
             timers[f"{name} {part}"] = functools.partial(
                 timing.milliseconds, run, options.inner, device=options.device, is_ahead=True
             )
