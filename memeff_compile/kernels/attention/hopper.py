@@ -8,10 +8,10 @@ kernel. The kernel is used only for calls of the kind for which it was measured 
 the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which
 programs run. The backward pass is in `hopper_gradients`.
 
-The lower bound of the time equals the lower bound of the implementation `tiles`. Each visible pair
-of a query and a key takes 4 D operations (D is the head dimension), at 790 TFLOP/s. On an H200,
-causal attention of 4 sequences, 32 heads, 4096 tokens and a head dimension of 128 reaches 593
-TFLOP/s.
+The kernel takes at least the time of its floating-point operations, as the kernels of `tiles` do.
+Each visible pair of a query and a key takes 4 D operations (D is the head dimension), at 790
+TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and a head dimension of
+128 reaches 593 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ class Shape:
 
 
 def shape_for(*, has_tables: bool) -> Shape:
-    """Return the tile shape for a call; ranges of positions take additional registers."""
+    """Return the tile shape for a call.
+
+    With a mask of keys or sequence ids (`has_tables`), a thread gets additional registers, because
+    it stores ranges of positions.
+    """
     return Shape(128, 128, 2, registers=240 if has_tables else 232)
 
 
@@ -99,10 +103,10 @@ def is_faster(call: Call) -> bool:
 
 
 def has_measured_tables(call: Call) -> bool:
-    """Return whether a call with sequence ids or a mask of keys is self-attention of a measured
-    kind.
+    """Return whether a call with sequence ids or a mask of keys is self-attention of a kind that
+    was timed.
 
-    Calls of a measured kind were checked and timed on a GPU in the forward pass.
+    The results and the times of such calls were measured on a GPU in the forward pass.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     positions = batch * queries
@@ -121,10 +125,13 @@ def has_measured_tables(call: Call) -> bool:
 def _has_measured_masks(call: Call) -> bool:
     """Return whether the masks of a call are like those of a call that was timed.
 
-    With head dimensions from `MEASURED` on, calls with a mask of keys, with ids and with both were
-    timed: causal, causal with a window, and without a causal mask. With heads of 64, these kinds
-    were not timed: windows, both tables without a causal mask, and in fp16 all but masks of keys
-    without a causal mask.
+    For head dimensions of at least `MEASURED`, calls with a mask of keys, with sequence ids and
+    with both were timed. Each kind was timed with a causal mask, with a causal window, and without
+    a causal mask.
+
+    For a head dimension of 64, no call with a window was timed. Without a causal mask, no call with
+    both a mask of keys and ids was timed. In fp16, only calls without a causal mask and without ids
+    were timed.
     """
     given, is_wide = call.given, call.sizes[5] >= MEASURED
     if given.ahead is None and given.behind is None:
@@ -194,8 +201,8 @@ def ranges_of(
     ours_are_queries: bool = True,
     checked: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the result of `ranges.find`, or a placeholder that kernels do not read if the mask
-    depends only on positions.
+    """Return the result of `ranges.find`. If the mask depends only on positions, return a
+    placeholder, which kernels do not read.
     """
     if not call.given.has_tables():
         return call.q
@@ -213,7 +220,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, queries, heads, depth))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     tiles = tiles_of(queries, shape.rows)
-    # All heads that share keys are computed at the same time; with tables, all heads are.
+    # All heads that share keys are computed at the same time. With ids or a mask of keys, all heads
+    # of all sequences are.
     section = heads if given.has_tables() else max(1, CACHED // (4 * depth * keys)) * repeat
     constants = constants_of(shape, depth, flags_of(call))
     with on_device(q):

@@ -180,8 +180,8 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
 def _section(call: Call, heads: int) -> int:
     """Return how many rows of tiles are computed at the same time.
 
-    With tables, kernels count the tiles of all sequences as one row for each head. Without tables,
-    each head of each sequence is a row.
+    If the call has a mask of keys or sequence ids, a row consists of one head's tiles in all
+    sequences. Otherwise, a row consists of one head's tiles in one sequence.
     """
     return heads if call.given.has_tables() else call.sizes[0] * heads
 

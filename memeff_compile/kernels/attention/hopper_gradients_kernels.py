@@ -164,8 +164,10 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start three products, and compute this tile's slopes (gradients of the scores) during the
-    third:
+    """Process one tile of keys: start three products, and compute the tile's slopes (gradients of
+    the scores) during the third.
+
+    The three products are:
 
     - the scores of a tile of keys;
     - the output gradients times the tile's values;
@@ -454,7 +456,8 @@ def _load_key_gradient(descs, memory, bars, stats_ptr, ranges_ptr, work, C: gl.c
     """Load the program's tiles of keys and values, and the tiles of the queries that see their
     keys.
 
-    For each query, also load the output gradient and two numbers.
+    For each query, also load the output gradient, the log-sum-exp, and the sum of the output times
+    the output gradient.
     """
     _, _, q_desc, grad_desc = descs
     _, _, q_memory, grad_memory, sums_memory, delta_memory = memory

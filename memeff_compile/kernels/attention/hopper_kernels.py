@@ -104,9 +104,10 @@ def _bounds(tile, lengths, span, SIZES, IS_BOUND):
 @gluon.jit
 def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
     """Return the tile that a program computes in a given round, from a table that `ranges.find`
-    made. Also return the tile's sequence and head, and the visited tiles like `_bounds`.
+    made. Also return the tile's sequence and head.
 
-    In the table's order, the tiles of all sequences with the most work come first.
+    The last result describes the visited tiles by the same five numbers that `_bounds` returns. The
+    table lists the tiles of all sequences in one order: tiles with the most work come first.
     """
     pairs = rows // heads * tiles
     nth, head = _place_of(turn, heads, pairs, width)
@@ -193,7 +194,11 @@ def _which_count(query, key, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _is_within(ours, other):
-    """Return which positions of a visited tile are within the range of each of our positions."""
+    """For each position of the program's own tile, return which positions of a visited tile are
+    within the range of this own position.
+
+    The range goes from the first to the last position that the own position sees.
+    """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
     return (other >= gl.expand_dims(low, 1)) & (other <= gl.expand_dims(high, 1))
@@ -201,7 +206,9 @@ def _is_within(ours, other):
 
 @gluon.jit
 def _is_same(ours, codes):
-    """Return which positions of a visited tile have the same code as each of our positions."""
+    """For each position of the program's own tile, return which positions of a visited tile have
+    the same code.
+    """
     return gl.expand_dims(ours[3], 1) == gl.expand_dims(codes, 0)
 
 
@@ -331,8 +338,8 @@ def _hide(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return numbers of pairs of our positions and a visited tile's positions, with another number
-    for pairs that are not visible.
+    """Return the scores or weights of pairs of an own and a visited position, with `HIDDEN_NUMBER`
+    for each pair whose key is hidden.
 
     `AXIS` is the axis of the queries.
     """

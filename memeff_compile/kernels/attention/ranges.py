@@ -1,11 +1,13 @@
 """Prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
 
-With padding and with packed documents, each query sees the keys from a first to a last one. Each
-key is seen by the queries from a first to a last one. To find the visible pairs, a kernel then
-compares positions with two numbers of each query or key. The ranges are computed on the GPU,
-without waiting for the CPU. Masks and ids in which a position sees others with gaps between them
-are marked. For such masks and ids, the kernels compare codes: one int32 number for each position. A
-key is visible under the mask and the ids if its code equals the query's code.
+With padding and with packed documents, each query sees all keys between a first and a last one.
+Each key is seen by all queries between a first and a last one. Therefore the attention kernels
+compare positions with two numbers of each query or key. These ranges are computed on the GPU,
+without waiting for the CPU.
+
+The function `find` marks a tile if one of its positions sees others with gaps between them. For
+marked tiles, the kernels compare codes: one int32 number for each position. A key is visible under
+the mask and the ids if its code equals the query's code.
 
 Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such
 numbers at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys
@@ -25,10 +27,16 @@ from .._triton.launch import launch
 from .call import Call
 
 FIELDS = 8
-"""Numbers of each tile: the first visited tile, the first complete tile, the end of the complete
-tiles, the end of all visited tiles, whether positions see others with gaps between them, the first
-visited tile of which the mask hides no key, the end of such tiles, and, as the n-th tile's last
-number, which tile of all sequences has the n-th most work."""
+"""Numbers of each tile, in this order:
+
+1. the first visited tile;
+2. the first complete tile;
+3. the end of the complete tiles;
+4. the end of all visited tiles;
+5. 1 if a position of the tile sees others with gaps between them, otherwise 0;
+6. the first visited tile in which the mask hides no key;
+7. the end of such tiles;
+8. for the n-th tile, the tile of all sequences with the n-th most work."""
 
 CHUNK = 1024
 """Positions that one program reads at a time."""
@@ -45,15 +53,16 @@ def find(
     """Return the tiles that each tile of queries (or, without `ours_are_queries`, of keys) visits,
     and the ranges and codes of the positions, as int32.
 
-    `own` and `others` are the positions of a tile and of a visited tile. The result contains, one
-    after another:
+    `own` is the number of positions of a tile, and `others` the number of positions of a visited
+    tile. The result contains, one after another:
 
-    - `FIELDS` numbers for each tile;
-    - for each sequence, the first visible position of each position, the last visible positions
-      (below the first one if a position sees none), the codes of the positions, and the codes of
-      the visited positions;
-    - for each sequence and key head, 1 if one of the one or two tensors `checked` (keys, values)
-      has nan or an infinity at a hidden key, and otherwise 0.
+    - for each tile, `FIELDS` numbers;
+    - for each sequence, the first position that each position sees, then the last positions, then
+      the codes of the positions, then the codes of the visited positions;
+    - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
+      an infinity at a hidden key, and otherwise 0.
+
+    If a position sees no other position, its first number is above its last number.
     """
     from . import ranges_kernels as kernels
 

@@ -38,8 +38,8 @@ VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 @triton.jit
 def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Return the first and the last of `PART` visited positions that each of the program's
-    positions sees, and the number of such positions.
+    """Look at `PART` visited positions, from `start` on. For each position of the program, return
+    the first and the last of them that it sees, and how many it sees.
     """
     place, is_ours = mine
     their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
@@ -59,9 +59,11 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
 
 @triton.jit
 def _ends(found, start, stop):
-    """Return, for each row, the first and the last position of the parts that a row sees.
+    """For each position of the program, return the first and the last visited position that it
+    sees, and how many it sees.
 
-    Also return the number of positions in these parts.
+    Visited positions are passed as parts, from `start` up to, not including, `stop`. `found` says
+    which of these parts each position sees. A position sees a part completely or not at all.
     """
     low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
     high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)
@@ -70,8 +72,9 @@ def _ends(found, start, stop):
 
 @triton.jit
 def _codes_of(place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr):
-    """Return one int32 number for each position. A key is visible under the mask and the ids if its
-    code equals the query's code.
+    """Return one int32 code for each position.
+
+    A key is visible under the mask and the ids if its code equals the query's code.
     """
     is_inside = place < length
     code = tl.zeros_like(place)
