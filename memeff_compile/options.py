@@ -460,8 +460,8 @@ class Options:
     )
     linear_cross_entropy_parts: str = _choice(
         "both hidden weight",
-        "For the gradient filters (`mass`, `block`, `published`): filter the gradient of the hidden "
-        "states, that of the weight, or both. A gradient that is not filtered stays exact.",
+        "For the gradient filters (`mass`, `block`, `published`): filter the gradient of the "
+        "hidden states, that of the weight, or both. A gradient that is not filtered stays exact.",
     )
     linear_cross_entropy_sort_vocabulary: bool = _option(
         False,
