@@ -460,7 +460,8 @@ class Options:
     )
     linear_cross_entropy_parts: str = _choice(
         "both hidden weight",
-        "For the filters: the gradient that is filtered; the other one stays exact.",
+        "For the gradient filters (`mass`, `block`, `published`): filter the gradient of the "
+        "hidden states, that of the weight, or both. A gradient that is not filtered stays exact.",
     )
     linear_cross_entropy_sort_vocabulary: bool = _option(
         False,
@@ -940,8 +941,8 @@ memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  #
 ```
 
 Keys that start with `memeff.` are in the table below; every other key is an Inductor config key
-and is passed on to Inductor. A key that neither knows raises an `OptionError` with the most
-similar name. The first value is the default.
+and is passed on to Inductor. A key that neither memeff nor Inductor knows raises an `OptionError`
+with the most similar name. In the table, the first value of a key is its default.
 
 | key | values | meaning |
 |---|---|---|
