@@ -59,11 +59,11 @@ def linear_divergence(
     Let p = softmax(z / temperature) with the student's logits z = hidden @ weight.T + bias. Let q
     be the teacher's softmax, computed in the same way. `kind` selects the result per row (token):
 
-        forward_kl      sum(q (log q - log p)), KL(teacher || student)
-        reverse_kl      sum(p (log p - log q)), KL(student || teacher)
-        jsd             beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; but
-                        beta = 0 selects forward_kl, and beta = 1 reverse_kl, as in TRL
-        cross_entropy   -sum(q log p), with the gradient of forward_kl
+    - "forward_kl": sum(q (log q - log p)), that is, KL(teacher || student);
+    - "reverse_kl": sum(p (log p - log q)), that is, KL(student || teacher);
+    - "jsd": beta KL(q || m) + (1 - beta) KL(p || m), with m = beta q + (1 - beta) p. As in TRL,
+      beta = 0 selects "forward_kl", and beta = 1 selects "reverse_kl";
+    - "cross_entropy": -sum(q log p), which has the gradient of "forward_kl".
 
     The student gets gradients, the teacher does not. The loss is not multiplied by temperature**2.
     If your recipe needs this factor, multiply the result.
@@ -77,7 +77,7 @@ def linear_divergence(
             not deferred.)
         teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
             `teacher`; None if `teacher` contains logits.
-        kind: the name of the divergence, as in the table above.
+        kind: the name of the divergence, as in the list above.
         beta: the teacher's weight in "jsd", between 0 and 1.
         temperature: a positive number by which the logits of student and teacher are divided.
         mask: (...), True or not 0 in the rows that count in the loss; None: every row counts.

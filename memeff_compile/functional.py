@@ -116,8 +116,9 @@ def linear_cross_entropy(
         class_weight: (V,) or None, as `weight` of F.cross_entropy.
         z_loss: adds z_loss * lse**2 to each row that counts; "mean" divides the sum by the number
             of these rows.
-        filter: with "exact", the gradients contain every class. The other modes of the option
-            `memeff.linear_cross_entropy` leave unlikely classes out of the gradients.
+        filter: "exact", "mass", "block" or "published". With "exact", the gradients contain every
+            class. The other filters may leave unlikely classes out of the gradients, like the modes
+            of the option `memeff.linear_cross_entropy` with the same names.
         return_stats: also return `Stats`, which the same kernels compute.
 
     Returns:

@@ -177,11 +177,12 @@ class Trip:
             self.outcome.report = replace(done, records=(*done.records, found))
 
     def _guard(self, info: GraphInfo) -> None:
-        """Let each optional part of this package replace Dynamo's guards on the graph inputs that
-        are the part's own tensors.
+        """Replace Dynamo's guards on graph inputs that belong to an optional part of this package,
+        such as the tensors of a KV cache.
 
-        In the code, such an optional part is called a system; the KV caches are one. Graphs in
-        which gradients are enabled, and exported graphs, keep Dynamo's guards.
+        In the code, such an optional part is called a system. Each system replaces the guards on
+        its own tensors. Graphs in which gradients are enabled, and exported graphs, keep Dynamo's
+        guards.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return

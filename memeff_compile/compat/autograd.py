@@ -80,9 +80,9 @@ def may_be_under_policy(target: object) -> bool:
     """Return whether a call may be inside a checkpoint with a policy, that is, with a rule that
     chooses the results to save.
 
-    Some higher-order operations do not allow a checkpoint with a policy inside them. Other
-    checkpoints and autograd functions may contain a checkpoint with a policy, because tracing
-    enters them.
+    PyTorch raises an error if a checkpoint with a policy contains a higher-order operation without
+    a rule for such checkpoints. Nested checkpoints and autograd functions need no rule, because
+    tracing enters them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True

@@ -36,10 +36,10 @@ def compile_in_place(module: torch.nn.Module, given: Mapping[str, Any]) -> None:
     """Compile a module in place with the given arguments of torch.compile.
 
     `Module.compile` has no effect on PyTorch's own modules, such as an nn.Sequential, because
-    Dynamo skips code in PyTorch's files. For these modules, this function compiles the module's
-    call instead. If `module` is a wrapper that `torch.compile(module)` returned, this function
-    makes the wrapper call the wrapped module directly. The wrapper would otherwise bypass the
-    compilation in place.
+    Dynamo skips code in PyTorch's files. For these modules, this function compiles a function
+    around the module's call; Dynamo does not skip this function. If `module` is a wrapper that
+    `torch.compile(module)` returned, this function makes the wrapper call the wrapped module
+    directly. The wrapper would otherwise bypass the compilation in place.
     """
     from torch._dynamo import external_utils, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
@@ -106,7 +106,7 @@ def backend_of(call: object) -> tuple[str, Mapping[str, Any]] | None:
     """Return the name and options of the backend for which a function was compiled.
 
     The function must be the result of torch.compile, or the compiled call of a module that was
-    compiled in place. Return None if this function is not compiled.
+    compiled in place. For any other function, return None.
     """
     seen: list[object] = []  # wrappers may refer to each other
     while call is not None and call not in seen:

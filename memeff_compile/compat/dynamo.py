@@ -302,7 +302,9 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
 
 
 def guard_by_attribute(nodes: Iterable[Node], name: str) -> None:
-    """Replace all guards on some inputs by one guard on an integer attribute of each input.
+    """For each of the inputs `nodes`, replace all guards on the input by a single guard.
+
+    The new guard compares an integer attribute of the input, which has the name `name`.
 
     For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
     Python code. Pass all inputs in one call of this function. Each call goes through all guards of
@@ -434,8 +436,8 @@ def room_for_graphs(limit: int = 64, *, shared: bool = False) -> dict[str, Any]:
     Dynamo counts graphs per code object, and transformers wraps the forward of every model in the
     same decorator. So the graphs of all models count towards one limit, and models of one class use
     the same graphs. With `shared`, this stays so. Otherwise the model has its own graphs, and only
-    these count. Before torch 2.13, torch.compile does not have these arguments, so this function
-    increases the limit of all models instead.
+    these count. Before torch 2.13, torch.compile has no limit for a single model. This function
+    then returns no arguments, and increases the limit of all models instead.
     """
     from torch._dynamo import config
 

@@ -77,7 +77,7 @@ def compile_with_inductor(
     """Compile the graph with Inductor; `patches` also apply to the backward graph, which Inductor
     compiles later.
 
-    Inductor's on-disk caches contain only the names of this package's ops, and these ops may change
+    Inductor's on-disk caches identify an op of this package only by its name, but the op may change
     between versions. So this function adds the schemas of the ops to the key of each cache entry.
     `tag` is a string, also part of the key, with all other facts that affect the compiled ops but
     are not in the graph.
@@ -103,8 +103,8 @@ def _operations_to_cache() -> dict[str, str]:
     If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
     operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
     without dropout as random. The state of the random numbers is an argument of the compiled code,
-    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks this operation as
-    cacheable.
+    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks
+    `graphsafe_run_with_rng_state` as cacheable.
     """
     from torch._prims import rng_prims
 
@@ -271,9 +271,10 @@ def apart_in_tracing() -> Iterator[None]:
 def call_in_inductor(op: torch._ops.OpOverload) -> None:
     """Make Inductor's generated Python code call `op.direct` instead of the op.
 
-    The direct call saves time on the CPU: a call through PyTorch's dispatcher takes longer than
-    many kernels run. An op whose gradient is written in Python passes through the dispatcher twice.
-    C++ code that Inductor generates still calls the op.
+    `op.direct` is the Python function that computes the op, without PyTorch's dispatcher. The
+    direct call saves time on the CPU: a call through the dispatcher takes longer than many kernels
+    run. An op whose gradient is written in Python passes through the dispatcher twice. C++ code
+    that Inductor generates still calls the op.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
@@ -368,10 +369,11 @@ def mark_static_input(node: Node) -> None:
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a CUDA graph must not contain a call.
+    """Return whether the call `node` must not be recorded in a CUDA graph.
 
-    Such a call waits for the device, returns sizes that depend on data, or is control flow. Ops of
-    other libraries are unsafe too, because they may do work on the CPU, which a replay would skip.
+    An unsafe call waits for the device, returns sizes that depend on data, or is control flow. Ops
+    of other libraries are unsafe too, because they may do work on the CPU, which a replay would
+    skip.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 

@@ -277,7 +277,7 @@ def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
     tensor, to its Python object, and to its memory's Python object.
 
     Apart from the list, no variable of the caller may refer to the tensor. For a tensor without any
-    other reference, the count is `SOLE_OWNER`.
+    other reference, the four counts are those of `SOLE_OWNER`.
     """
     return (
         torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),

@@ -49,7 +49,7 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of this loss, with the fields of torchtitan's chunked loss.
+        """The configuration of `FusedLoss`: its fields are those of torchtitan's chunked loss.
 
         The chunked loss is still used for projections that this package's op does not support.
         """
@@ -83,8 +83,9 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _prepare(self, pred: Tensor, labels: Tensor) -> None:
-        """Add a method to the projection module that computes the loss; FSDP2 gathers the
-        projection's weight when code calls this method."""
+        """Give the projection module a method that computes the loss.
+
+        FSDP2 gathers the projection's weight when code calls this method."""
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)
         if self._left is not None:

@@ -25,8 +25,8 @@ in memory.
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
 their probabilities. So the sum of the gradients of the row's logits (without the target's logit)
 does not change. Without this redistribution, the logits of dropped classes would rise a little in
-each optimizer step, because no gradient lowers them. After a hundred steps the loss would be higher
-than with the redistribution.
+each optimizer step, because no gradient lowers them. In a fine-tuning test of 100 steps, the final
+loss was higher without the redistribution than with it.
 
 `published` is the filter of the Cut Cross-Entropy paper. Rows keep their order, classes are sorted
 by their mean logits, and no mass is redistributed. Let p be the probability of a class in a row.
@@ -425,7 +425,7 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Two loops that run one after the other, with and without a filter.
+    """Two loops that run one after the other: one with a filter, and one without a filter.
 
     The loop with a filter computes the hidden states' or the weight's gradient. The loop without a
     filter computes the other gradients.

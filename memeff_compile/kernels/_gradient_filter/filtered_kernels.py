@@ -146,11 +146,11 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return, for the given indices, the scores below which the gradient filter drops classes.
+    """Return the score thresholds of the levels with the given indices.
 
-    These scores are the thresholds of levels. At a level, the filter drops the classes whose score
-    is below the level's threshold. The last level's threshold is higher than the score of every
-    class, so this level drops all classes.
+    At a level, the gradient filter drops the classes whose score is below the level's threshold.
+    The last level's threshold is higher than the score of every class, so this level drops all
+    classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -185,12 +185,13 @@ def _gradient_filter_score_kernel(
 ):
     """Compute the scores by which the filter chooses the classes to drop in a group of rows.
 
-    A class's score is the sum or the maximum of its probabilities in the group's rows. A level is a
-    score threshold below which classes are dropped. For each row and level, the kernel also sums
-    the probabilities of the classes with a score below the threshold. A program processes one group
-    and some tiles of classes. A tile contains all rows of the group, so the scores of its classes
-    are known while its logits are in registers. The filters `mass` and `block` always keep the
-    classes that are targets of the group's rows.
+    A class's score is the sum (filter `mass`) or the maximum (other filters) of its probabilities
+    in the group's rows. For the filter `published`, a row's target counts with 1 - p instead of its
+    probability p. A level is a score threshold below which classes are dropped. For each row and
+    level, the kernel also sums the probabilities of the classes with a score below the threshold. A
+    program processes one group and some tiles of classes. A tile contains all rows of the group, so
+    the scores of its classes are known while its logits are in registers. The filters `mass` and
+    `block` always keep the classes that are targets of the group's rows.
     """
     group = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -290,10 +291,10 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Correct the base of a row, an earlier estimate, if it is far from the row's largest logit.
+    """Replace the base of a row by the row's largest logit if these two numbers are far apart.
 
-    The new base is the largest logit, and the kernel stores 1 in `again_ptr`. The old base was an
-    estimate of the row's log-sum-exp (filter `mass`) or largest logit (filter `block`).
+    The base is an earlier estimate of the row's log-sum-exp (filter `mass`) or of its largest logit
+    (filter `block`). If the kernel replaces a base, it stores 1 in `again_ptr`.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -599,12 +600,12 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of some tiles again, and store the logits' gradients up to one factor per
-    row, by which a later kernel multiplies.
+    """Compute the logits of some tiles again, and store the logits' gradients without one factor
+    per row.
 
-    The stored gradients are zero for classes that the filter drops in a group. If the constant
-    WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is
-    zeroed.
+    A later kernel multiplies its results by this factor. The stored gradients are zero for classes
+    that the filter drops in a group. If the constant WHOLE is set, the filter keeps or drops tiles
+    as a whole, and no element of a kept tile is zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
@@ -685,14 +686,15 @@ def _gradient_filter_products_kernel(
     depth,
     C: tl.constexpr,
 ):
-    """Compute the gradients of the hidden states (dE) and of the weight (dC) from packed tiles.
+    """Compute the gradients of the hidden states (dE) and of the weight (dC) from the logits'
+    gradients.
 
-    Packed tiles contain the logits' gradients in the tiles that the filter keeps. Their product
-    with the weight is dE, and their product with the hidden states is dC. The tiles of dE are
-    computed first, because they take longest. Programs that run at the same time compute tiles of
-    neighbouring groups. These tiles need the same rows of the weight, which therefore stay in the
-    L2 cache. One program computes all of a tile, so the order in which programs take tiles does not
-    change the results.
+    The logits' gradients of the tiles that the filter keeps are stored in packed tiles. The product
+    of the packed tiles with the weight is dE. Their product with the hidden states is dC. The tiles
+    of dE are computed first, because they take longest. Programs that run at the same time compute
+    tiles of neighbouring groups. These tiles need the same rows of the weight, which therefore stay
+    in the L2 cache. One program computes all of a tile, so the order in which programs take tiles
+    does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0

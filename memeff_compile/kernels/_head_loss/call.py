@@ -23,8 +23,8 @@ from .ranks import Ranks
 class Settings(NamedTuple):
     """The settings of a call of a loss op, with the names of the op's arguments.
 
-    As in eager PyTorch, rows with an ignored target also get requested statistics that do not
-    depend on the target, such as the log-sum-exp.
+    As in eager PyTorch, a row with an ignored target has a log-sum-exp, an entropy and a most
+    likely class too. The op computes these results if the caller requests them.
     """
 
     ignore_index: int | None

@@ -68,14 +68,16 @@ class RowWalk(Differentiating):
         """Return a tensor descriptor, with which the GPU loads tiles of a given shape from a
         matrix.
 
-        All blocks share the descriptor."""
+        The descriptor is made once, and used for all blocks of rows."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = describe(matrix, rows, columns)  # holds the matrix
         return self.described[key]
 
     def made(self) -> Gradients:
-        """Return the gradients that the call requested; call this method after the last block."""
+        """Return the gradients that the op's caller requested.
+
+        Call this method after the last block of rows."""
         sums = self.bias_sums
         of_bias = None if sums is None else sums.to(self.bias)
         return Gradients(self.grad_hidden, self.grad_weight, of_bias)

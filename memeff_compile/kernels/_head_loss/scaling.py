@@ -1,8 +1,9 @@
 """The backward pass of losses whose forward pass already computes the operands' gradients.
 
 An op with such a forward pass returns the total loss and the total's gradients with respect to the
-operands. The op's backward pass only multiplies these gradients by the gradient of the total loss.
-The product is written in place if no other code can read the gradients, otherwise into new tensors.
+operands. The op's backward pass only multiplies these gradients by the gradient that it receives
+for the total loss. The product is written in place if no other code can read the gradients,
+otherwise into new tensors.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def scaled_gradients(
     """Multiply the gradients of a total loss by `by`, for the operands that `mask` selects.
 
     - `gradients`: the gradients that the forward pass computed.
-    - `by`: the gradient of the total.
+    - `by`: the gradient that the backward pass receives for the total loss.
     - `mask`: which of the gradients are needed.
     - `in_place`: whether the gradients' memory may be overwritten.
     """

@@ -1,4 +1,5 @@
-"""Loops over the blocks of a call, in the order in which an implementation computes them."""
+"""Loops over the blocks of rows or classes of an op's call, in the order in which an implementation
+computes the blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Block(NamedTuple):
 
 
 class Walk(ABC):
-    """A loop over the blocks of a call, and the implementation's work on each block."""
+    """A loop over the blocks of rows or classes of an op's call, and the implementation's work on
+    each block."""
 
     extent: int  # rows or classes of the call
     step: int  # of a block
@@ -30,7 +32,9 @@ class Walk(ABC):
 
     @abstractmethod
     def results(self) -> Any:
-        """Return the results that the call requested, after the last block."""
+        """Return the results that the op's caller requested.
+
+        Call this method after the last block."""
 
 
 class Statistics(Walk):
@@ -44,8 +48,8 @@ class Statistics(Walk):
 class Differentiating(Walk):
     """A loop that computes gradients.
 
-    If the loop has also computed logits for the rows' losses, it uses these logits. Otherwise it
-    computes the logits again.
+    Some loops keep the logits from which the rows' losses were computed, and use these logits.
+    Other loops compute the logits again.
     """
 
     @abstractmethod

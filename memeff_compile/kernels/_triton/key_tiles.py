@@ -42,7 +42,10 @@ class Tables(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Kernel arguments: a (B, H, rows, D) tensor and all four strides, of any size."""
+    """Kernel arguments: a (B, H, rows, D) tensor and its four strides.
+
+    The last dimension may have any stride.
+    """
 
     ptr: Any
     batch: Any
@@ -134,7 +137,8 @@ def positions_of(given: Conditions) -> tuple[int, int]:
     """Return the bounds `ahead` and `behind` (how far after and before a query its keys may be) as
     numbers.
 
-    The number 0 stands for no bound."""
+    If a bound is missing, its number is 0. The flags from `flags_of` tell a kernel which bounds
+    exist."""
     return given.ahead or 0, given.behind or 0
 
 
@@ -152,7 +156,6 @@ def find_bounds(
 
     The result is an int32 tensor (B, tiles, 4), with one program per sequence and tile. The module
     `key_tiles_kernels` explains the four numbers.
-
 
     If the mask depends only on positions, the result is the placeholder `like`, which kernels do
     not read.

@@ -2,14 +2,14 @@
 """Device functions that decide which pairs of a query tile and a key tile are computed, and which
 keys are visible in each pair.
 
-For each program, four numbers describe the tiles that the program visits:
+A tile that a program visits is complete if every key is visible to every query. For each program,
+four numbers describe the visited tiles:
 
-- the first tile, and the first complete tile;
-- the end of the complete tiles, and the end of all tiles.
+- the first visited tile, and the first complete tile;
+- the end of the complete tiles, and the end of all visited tiles.
 
-A visited tile is complete if every key of the tile is visible to every query. If the mask depends
-only on positions, a kernel computes these four numbers itself. If there are masks or ids, a small
-kernel computes the numbers first and writes them to a table.
+If the mask depends only on positions, a kernel computes these four numbers itself. If a call has a
+mask of keys or sequence ids, a small kernel computes the numbers first and writes them to a table.
 
 In variable names, `rows` and `ours` belong to the program's own tile, and `keys` and `others` to
 the tiles that the program visits.
@@ -28,7 +28,8 @@ def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr
     """Return which keys of a tile each query attends to.
 
     `AXIS` is the axis of the queries. `queries` is the pair of the queries' positions and sequence
-    ids; `keys` is the same pair for the keys. `span` is the pair of bounds `(ahead, behind)`.
+    ids; `keys` is the same pair for the keys. `span` is the pair of bounds `(ahead, behind)`: how
+    far after and before a query its keys may be.
     """
     query = tl.expand_dims(queries[0], 1 - AXIS)
     key = tl.expand_dims(keys[0], AXIS)
@@ -65,11 +66,11 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles that a program visits, for masks that depend only on positions.
 
     A program with a tile of queries visits tiles of keys, and a program with a tile of keys visits
-    tiles of queries. A position `p` of the program's tile is combined with the visited positions
-    from `p - down` up to `p + up`. The lengths and the tile sizes are passed as pairs. The first
-    element of a pair belongs to the program's tile, the second to the visited tiles. `span` is the
-    pair of numbers `(up, down)`. `IS_BOUND` says for each of the two numbers whether it is a bound.
-    The four results are:
+    tiles of queries. The lengths and the tile sizes are passed as pairs. The first element of a
+    pair belongs to the program's tile, the second to the visited tiles. `span` is the pair
+    `(up, down)`: position `p` of the program's tile is combined with the positions from `p - down`
+    to `p + up`. `IS_BOUND` says for `up` and for `down` whether it is a bound. The four results
+    are:
 
     - the first tile, and the first complete tile (without hidden keys);
     - the end of the complete tiles, and the end of all tiles.
@@ -128,7 +129,8 @@ def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: 
 
 @triton.jit
 def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
-    """Return which of the tiles `other` the program visits, and which of them are complete.
+    """Return which of the tiles `other` the program visits, and which of them are complete (every
+    key is visible to every query).
 
     `reach` is `visited_by`'s result for the program's tile. `ours` and `theirs` are `table_of`'s
     results for the program's tile and for the tiles `other`.

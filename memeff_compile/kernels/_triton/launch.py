@@ -159,9 +159,9 @@ def launch(
 
 
 class Launches:
-    """A runner of the kernel launches of one call, in order.
+    """An object that launches the kernels of one call of an op, one after another.
 
-    The runner reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
+    The object reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
     reuses the compiled kernel of the earlier launch if kernel function, constants, numeric
     arguments and dtypes are the same in both. All memory must also be aligned to 16 bytes. All
     tensors of a launch must be on the current GPU. A launch through this class takes a quarter of
@@ -321,7 +321,8 @@ def _read(
     """Return the arguments, with tensors on the GPU replaced by their addresses.
 
     The compiler specialises a kernel by some properties of its arguments. The function appends
-    integer arguments to `numbers`, and all other such properties to `key`.
+    these properties to `key`. Only integer arguments are appended to `numbers`: the function
+    `_kinds` finds the properties of their values.
 
     For tensors that are not on the GPU, Triton itself checks whether a kernel can read them.
     """

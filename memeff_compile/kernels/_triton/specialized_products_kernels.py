@@ -2,11 +2,11 @@
 """A Gluon kernel that multiplies a matrix X by the weight and by the hidden states: one warp loads
 operands, and eight warps multiply.
 
-X is the logits' gradient up to a factor per row. A tile of the weight's gradient (dC) is a sum over
+X times a factor per row is the logits' gradient. A tile of the weight's gradient (dC) is a sum over
 few rows. So loading and writing the tile takes as long as computing it. The loading warp is several
 pipeline stages ahead of the other warps, and already loads operands of the next tile. While a tile
-of dC is summed, the loading warp also loads the tile's sum over earlier blocks of rows. The new
-values are written from the same shared memory.
+of dC is summed, the loading warp also loads the tile's sum over earlier blocks of rows into shared
+memory. The new sum replaces the earlier sum there, and is then written to GPU memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _halves(tile):
 
 @gluon.jit
 def _part(tile, index: gl.constexpr, PARTS: gl.constexpr):
-    """Return the columns of a tile, split into two or four blocks."""
+    """Split the columns of a tile into two or four blocks, and return block number `index`."""
     halves = _halves(tile)
     if PARTS == 2:  # noqa: SIM108  (both have other types, and the compiler knows which)
         part = halves[index]

@@ -27,10 +27,10 @@ class _Typed:
 
 
 def typed(tensor: Tensor) -> Any:
-    """Return a stand-in without memory for a tensor, for which Triton can compile a kernel.
+    """Return an object that stands in for a tensor while Triton compiles a kernel.
 
-    The kernel cannot run on the stand-in. Triton treats the stand-in's memory as aligned to 16
-    bytes.
+    The object has no memory, so the kernel cannot run on it. As the address, Triton reads the
+    tensor's offset in its storage.
     """
     return _Typed(tensor)
 

@@ -43,10 +43,11 @@ class Dense(NamedTuple):
 
     A broadcast axis has a stride of 0. A program's list contains the tiles of the mask that the
     program visits. In full tiles, every key is visible. All other visited tiles are partial. A list
-    begins with its number of full tiles and its number of partial tiles. The numbers of the full
-    tiles come next, in increasing order. The numbers of the partial tiles stand at the end of the
-    list, in decreasing order. The last of the list's int32 numbers is padding, because a kernel
-    reads one tile ahead. So a list has 3 more numbers than there are tiles that could be visited.
+    begins with its number of full tiles and its number of partial tiles. Next come the indices of
+    the full tiles, in increasing order. The indices of the partial tiles stand at the end of the
+    list, in decreasing order, before one int32 number of padding. A kernel needs the padding
+    because it reads one tile ahead. So a list has 3 more numbers than there are tiles that could be
+    visited.
     """
 
     ptr: Any

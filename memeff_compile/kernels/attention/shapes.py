@@ -106,8 +106,8 @@ def shape_for(
 ) -> Shape:
     """Return the tile shape of a kernel for a head dimension and GPU.
 
-    The tile shape depends on whether only positions restrict keys, or also a key mask, ids or a
-    mask tensor.
+    A call has tables if it has a key mask or sequence ids. With tables or a mask tensor, some
+    kernels use other tile shapes than if only positions decide which keys are visible.
     """
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]

@@ -10,8 +10,8 @@ four numbers describe the tiles that it visits:
 - the first tile, and the first fully visible tile;
 - the end of the fully visible tiles, and the end of all tiles.
 
-If the mask depends only on positions, a kernel computes these numbers itself. If there are mask
-tensors or sequence ids, a small kernel computes the numbers first and writes them to a table.
+If the mask depends only on positions, a kernel computes these numbers itself. If a call has a mask
+of keys or sequence ids, a small kernel computes the numbers first and writes them to a table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
 exponent is above 0.
@@ -150,7 +150,7 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
     """Load a tile of keys and values, and compute their raw scores. The results are:
 
-    - the raw scores before the mask is applied, and the raw scores after it is applied;
+    - two matrices of raw scores: one before the mask is applied, and one after it is applied;
     - three vectors with one element per key: the position, whether the key lies inside the tensor,
       and whether the key is visible;
     - the keys, and the values.

@@ -10,7 +10,8 @@ differ mostly by a mean and a rotation. A pair of layers has these maps:
 
 An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
 where `turn` is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its
-matching head in the lower layer. The shared tensors are ordered by slot.
+matching head in the lower layer. In the tensors that two merged layers share, heads are ordered by
+slot.
 
 The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """
@@ -196,8 +197,11 @@ def upper_heads(maps: Maps) -> Tensor:
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Return aligned rows, in the order of the slots (heads of the lower layer), in fp32 or fp64.
-    `rows` contains the keys and values of both layers, or only the values, as in `fit`.
+    """Apply the maps to the rows of both layers, and return the results, called aligned rows.
+
+    The results are in fp32 or fp64, and their heads are in the order of the slots (heads of the
+    lower layer). `rows` contains the keys and values of both layers, or only the values, as in
+    `fit`.
     """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]

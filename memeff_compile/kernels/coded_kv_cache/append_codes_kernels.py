@@ -410,8 +410,8 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Encode some groups of new keys, or of new values.
 
-    The first KEPT tokens of a sequence are also stored exactly. Copy those of them that are in
-    these groups.
+    The cache also stores the first KEPT tokens of a sequence exactly. If some tokens of the encoded
+    groups are among these first tokens, the function also copies them.
     """
     length, coded, first = at
     kv_heads, groups, new, limit = sizes
