@@ -241,7 +241,7 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return two copies of `high`, one after the other; the second copy is shifted right by one
+    """Return two copies of `high`, one after the other. The second copy is shifted right by one
     bit.
 
     Each byte of `high` contains the third bits of two tokens. Decoding reads the same bit positions

@@ -4,10 +4,10 @@ layers share, each direction with one length per layer.
 
 Program i of n processes tiles i, i + n and so on. The first tiles contain shared directions, the
 next ones the latest tokens. The last tiles contain the unmerged tokens, for which each layer stores
-its own key and value. One softmax covers all these tokens. The kernel multiplies a direction's
-score by the length (norm) of the layer's key, and its softmax weight by the length of the layer's
-value. Scores have tokens as rows and query heads as columns, as in `split_codes_kernels`, whose
-second kernel combines the partial results.
+its own key and value. One softmax covers all these tokens. The kernel multiplies the score of a
+key's direction by the key's length (norm). It multiplies the softmax weight of a value's direction
+by the value's length. Scores have tokens as rows and query heads as columns, as in
+`split_codes_kernels`, whose second kernel combines the partial results.
 """
 
 from __future__ import annotations

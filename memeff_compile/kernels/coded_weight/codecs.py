@@ -268,9 +268,9 @@ def encode_soon(
     range of exponents that have a code.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
-    GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer (memory for a
-    weight whose new codes do not fit into its existing tensors), if there is one, contains the
-    weight.
+    GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer contains the
+    weight, if there is one. The spill buffer is memory for a weight whose new codes do not fit into
+    its existing tensors.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":

@@ -231,8 +231,8 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first PATCHES patches (uncoded elements) of the program before they are needed. So
-    the code that stores these patches does not wait for memory.
+    """From a range of patches (uncoded elements), load the first PATCHES ones before they are
+    needed. So the code that stores these patches does not wait for memory.
 
     The loaded position of an entry after the last patch is -1.
     """

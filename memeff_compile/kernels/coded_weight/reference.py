@@ -428,8 +428,9 @@ def with_signs(
     """Return the tensors `parts` (the coded exponents), followed by the tensor of the sign and
     mantissa fields of `patterns`.
 
-    If the format has a list of patches (uncoded elements), copy the 16 bits of each patch from
-    `whole`, the weight to encode, into this list. The sign and mantissa fields of a patch are zero.
+    If the format has a list of patches (uncoded elements), this function also fills in their
+    values. A patch's value is its 16 bits in `whole`, the weight to encode. The sign and mantissa
+    fields of such a patch are zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

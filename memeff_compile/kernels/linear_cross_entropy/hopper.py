@@ -263,11 +263,11 @@ class BackwardByClasses(Differentiating):
 
         Each row of the weight's gradient belongs to a class. First, the classes of the last rows
         contribute to the hidden states' gradient. Their own rows of the weight's gradient cannot be
-        written yet: this memory contains the fp32 sums of the hidden states' gradient, and G. So
-        the logits of these classes are computed twice. The fp32 sums of the hidden states' gradient
-        are freed when this gradient is complete. From then on, the logits' gradient G is stored
-        only in the memory of those rows of the weight's gradient that are not yet written. When too
-        few of these rows are left, G is stored in a spare buffer.
+        written yet. The memory of these rows contains the logits' gradient G and the fp32 sums of
+        the hidden states' gradient. So the logits of these classes are computed twice. The fp32
+        sums of the hidden states' gradient are freed when this gradient is complete. From then on,
+        the logits' gradient G is stored in the weight gradient's memory: only in rows that are not
+        yet written. When too few of these rows are left, G is stored in a spare buffer.
         """
         room = self.inside
         assert room is not None
