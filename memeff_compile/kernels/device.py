@@ -26,9 +26,9 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The planned device and its kind of GPU.
+    """The device for which implementations are chosen (the planned device), and its kind of GPU.
 
-    Implementations are chosen for the planned device, not for the device of the tensors.
+    The tensors may be on another device.
     """
 
     device: torch.device

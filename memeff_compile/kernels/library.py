@@ -56,8 +56,8 @@ def op(
 
 
 def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
-    """Convert functions of one named tuple to functions of the tuple's fields, which are an op's
-    arguments."""
+    """Convert functions that take one named tuple to functions that take the tuple's fields one by
+    one, as ops do."""
 
     def apart(function: Callable[[T], Any]) -> Function:
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))

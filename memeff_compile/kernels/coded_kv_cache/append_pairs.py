@@ -23,7 +23,10 @@ from .pair_reference import Merging, keep, keep_rows, spans_of
 def append_lower(
     k_window: Tensor, v_window: Tensor, counts: Tensor, k: Tensor, v: Tensor, limit: int
 ) -> None:
-    """Write tokens of the lower layer into its window of latest tokens; beyond `limit`, write nan.
+    """Write tokens of the lower layer into its window of latest tokens.
+
+    If the cache would then have more than `limit` tokens, the kernel writes none of them. Instead,
+    the kernel overwrites the latest token in the window with nan.
 
     The tokens may have any strides. `k_window`, `v_window` and `counts` have the same meaning as
     for `pair_reference.append_lower`.
@@ -92,9 +95,10 @@ def append_pair(
 
 
 def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels that encode shared directions.
+    """Return the compile-time constants of the kernels that encode directions (unit vectors) which
+    two layers share.
 
-    A shared direction is one unit vector for the keys, or the values, of two layers.
+    The two layers share one direction for a token's keys, and another one for its values.
     """
     return {
         "DEPTH": depth,
@@ -112,8 +116,8 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Use kernels to merge the keys and values that two layers have for the first tokens of an
-    empty cache.
+    """Use kernels to merge two layers' keys and values of a prompt (the first tokens that are
+    written to an empty cache).
 
     The cache then contains the same as after `pair_reference.merge`.
     """
@@ -319,9 +323,10 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two given tensors with equal strides; a tensor is copied if necessary.
+    """Return the two given tensors with equal strides, in contiguous rows.
 
-    The stride between tokens must be a multiple of the row size.
+    In the returned tensors, the stride between tokens is a multiple of the row size. If the given
+    strides do not allow this, the function copies the tensors.
     """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
@@ -329,6 +334,8 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> tuple[int, int, int]:
-    """Return a tensor's strides between sequences and between heads in elements, and its stride
-    between tokens in rows."""
+    """Return three strides of a tensor: between sequences, between heads and between tokens.
+
+    The first two strides are numbers of elements. The third stride is a number of rows.
+    """
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

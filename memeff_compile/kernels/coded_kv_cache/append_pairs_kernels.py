@@ -8,8 +8,8 @@ four tensors together decide which rows (keys or values of a token) stay unmerge
 direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
 weights follow from three sums over the channels of both rows. So a program reads the rows twice, a
 few channels at a time. The first time, the program computes the sums. The second time, the program
-computes and encodes the direction. Programs read the cache's number of tokens from GPU memory. The
-last program writes the new number.
+computes and encodes the direction. Programs read the cache's number of tokens from GPU memory. Of a
+launch's programs, the one that ends last writes the new number of tokens.
 
 Two other kernels merge the groups of a prompt. One kernel measures the distances between the rows
 of both layers. Then plain PyTorch chooses the rows that stay unmerged, and the other kernel encodes
@@ -133,9 +133,10 @@ def _code_directions(
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Encode one group of shared directions, and store the lengths of both layers' keys or values.
+    """Encode the directions of one group of tokens, and store the lengths of both layers' keys or
+    values.
 
-    A shared direction is one unit vector for the keys, or the values, of two layers."""
+    A direction is one unit vector that two layers share for a token's keys, or for its values."""
     lower, upper = pair
     codes_base, scales_base = made
     lower_norms, upper_norms = norms

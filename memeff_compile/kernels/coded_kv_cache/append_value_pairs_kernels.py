@@ -5,8 +5,8 @@ windows of latest tokens and encode groups of older tokens.
 Three programs per sequence and key-value head process the new tokens. One writes the lower layer's
 keys, one the upper layer's keys, and one the values of both layers. A program reads only windows
 that it writes itself, or that an earlier launch has written, so programs need not wait for each
-other. Programs read the cache's number of tokens from GPU memory. The program of the launch that
-ends last writes the new number of tokens.
+other. Programs read the cache's number of tokens from GPU memory. Of a launch's programs, the one
+that ends last writes the new number of tokens.
 
 For the tokens of a prompt, a separate kernel merges the values of the two layers. The keys of the
 prompt are encoded by the same kernels as for a layer that shares no values.

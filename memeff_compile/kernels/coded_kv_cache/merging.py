@@ -124,8 +124,8 @@ def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
 
     If `scale` is `norm`, the factor preserves the row's length. If `scale` is `projection`, the
-    factor minimises the error of the restored row. The factor has shape (...) in fp32 or fp64. The
-    factor is 0 where the decoded direction is zero.
+    factor minimises the error of the restored row. The result contains one factor per row, in fp32
+    or fp64. The factor is 0 where the decoded direction is zero.
     """
     x = x.to(decoded.dtype)
     if scale == "projection":

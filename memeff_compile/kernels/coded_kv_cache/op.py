@@ -174,7 +174,8 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
     """Return a sentence that says why a GPU should decode the cache first, or None if attention
     should read the codes.
 
-    The op works on any GPU; this function only tells passes whether to use the op.
+    The op `coded_kv_cache_attention` works on any GPU. This function only tells passes whether to
+    use that op.
     """
     if where_it_runs(q.device).type != "cuda":
         return None

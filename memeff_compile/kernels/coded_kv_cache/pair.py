@@ -7,7 +7,8 @@ named in `OWN`. Together, these tensors contain each layer's pool (the ten tenso
 norms. The ops `coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of a
 layer. In a decoding step, the lower layer writes its token before the upper layer's token is
 computed. So appending the upper layer's token also merges full groups of tokens of both layers.
-Before that append, each layer's tokens are in its own window of latest tokens.
+Until a token is merged, each layer stores its own key and value of the token in its own window of
+latest tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The reference implementation, in plain PyTorch, of appending to two layers whose caches share
-directions.
+directions (unit vectors).
 
-A direction is one vector of length one for the keys, or the values, of both layers. The functions
-are correct on any device and in any floating dtype. `merge` takes the position in the cache as an
-argument and does not wait for the device. `append` copies the number of tokens to the CPU, and so
-waits for the device.
+For each merged token and head, there is one direction for both layers' keys, and one for both
+layers' values. The functions are correct on any device and in any floating dtype. `merge` takes the
+position in the cache as an argument and does not wait for the device. `append` copies the number of
+tokens to the CPU, and so waits for the device.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -255,7 +255,7 @@ def _code(
     settings: Merging,
     is_value: bool,
 ) -> list[Tensor]:
-    """Encode the shared directions of groups of rows.
+    """Encode the directions (unit vectors) that two layers share for groups of keys or of values.
 
     Return the norms of both layers' rows, (B, H, n).
     """

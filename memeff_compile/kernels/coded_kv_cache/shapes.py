@@ -1,5 +1,5 @@
-"""Choose how the implementation `codes` divides the work: programs per sequence and head, warps and
-pipeline stages.
+"""Choose how the attention implementation `codes` (`split_codes`) divides the work: programs per
+sequence and head, warps and pipeline stages.
 
 The chosen sizes depend on static sizes, not on the number of cached tokens. So a launch in a CUDA
 graph stays valid as the cache fills up.

@@ -4,24 +4,25 @@ to a share of the cache. The second kernel combines the partial results.
 
 Program i of n processes steps i, i + n, i + 2n and so on. A step is a few groups of codes. After
 the codes, the program processes tiles of the latest tokens and of the first tokens, which are
-stored exactly. Of these tiles, too, the program takes every n-th. Scores have tokens as rows and
-query heads as columns, so that keys and values are the left operands of the matrix products. The
-kernel then reads keys and values as bytes and unpacks them in registers, and eight query heads fill
-a tile. If the query heads fill at most half of a tile, two groups of tokens share the tile
-(HALVES). The first half of the columns has the queries for one group, the second half has the
-queries for the next group. A matrix product multiplies the codes of one group by all columns, and
-the kernel uses only this group's half of the result. At the end, each half of the columns is a
-partial result of its own. Codes are not decoded. The query is multiplied by the keys' scales, and
-the softmax weight by the values' scales. Zero points are added once per step (a few groups of
-codes). For each token's place in a group, a program has a separate sum of softmax weights, in
-registers. These sums are added up only at the end. So a step has only two reductions across
-threads: the sum for the zero points of keys, and the maximum of the scores. The sums run in a fixed
-order.
+stored exactly. Of these tiles, too, each of the n programs processes every n-th. Scores have tokens
+as rows and query heads as columns, so that keys and values are the left operands of the matrix
+products. As left operands, keys and values are read as bytes and unpacked in registers. A tile
+needs only eight columns, so eight query heads fill it. If the query heads fill at most half of a
+tile, two groups of tokens share the tile (HALVES). The first half of the columns has the queries
+for one group, the second half has the queries for the next group. A matrix product multiplies the
+codes of one group by all columns, and the kernel uses only this group's half of the result. At the
+end, each half of the columns is a partial result of its own. Codes are not decoded. The query is
+multiplied by the keys' scales, and the softmax weight by the values' scales. Zero points are added
+once per step (a few groups of codes). For each token's place in a group, a program has a separate
+sum of softmax weights, in registers. These sums are added up only at the end. So a step has only
+two reductions across threads: the sum for the zero points of keys, and the maximum of the scores.
+The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and
-products by 2 ** 69. Triton's interpreter cannot run these instructions or multiply bf16, so under
-the interpreter PACKED is off, and UPCAST widens operands to fp32.
+products by 2 ** 69. Triton's interpreter cannot run the 32-bit instructions of PACKED, so under the
+interpreter PACKED is off. The interpreter also cannot multiply bf16, so UPCAST widens operands to
+fp32 there.
 
 In variable names, tokens are the tokens of one group, and rows are the query heads of one key-value
 head. A part is the block of channels that one product covers.
@@ -53,8 +54,8 @@ def _take_two(BITS, PART, BYTE):
     """Return assembly code that converts the codes of one channel block to numbers.
 
     The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
-    third bits come from a second operand. Both operands of the last of the four channel blocks are
-    first shifted to the bit positions of the third block.
+    third bits come from a second operand. For the fourth channel block, both operands are first
+    shifted. After the shift, its bits are at the positions that the third block's bits have.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -240,9 +241,12 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 @triton.jit
 def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
-    """Return the high bits of the first tokens, followed by the high bits of the second tokens.
+    """Return two copies of `high`, one after the other. The second copy is shifted right by one
+    bit.
 
-    Every byte of `high` belongs to two tokens, a first and a second.
+    Each byte of `high` contains the third bits of two tokens. Decoding reads the same bit positions
+    of both copies. There, the first copy has bits of the first token, and the second copy has bits
+    of the second token.
     """
     if PACKED:
         second = tl.inline_asm_elementwise(

@@ -1,6 +1,6 @@
-"""The attention implementation `rows`, for two layers that share directions, if their caches store
-these directions as plain numbers, not as codes. This implementation needs a CUDA GPU of sm_80 or
-later.
+"""The attention implementation `rows`, for two layers that share the directions (unit vectors) of
+their keys and values. Their caches store these directions as plain numbers, not as codes. This
+implementation needs a CUDA GPU of sm_80 or later.
 
 The implementation `rows` works like the implementation `codes`. The CPU never waits for the GPU,
 the launch grid depends only on static sizes, and kernels use no atomic operations.

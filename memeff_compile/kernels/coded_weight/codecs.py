@@ -45,9 +45,11 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """Spare memory at the end of a compressed weight's lists, because later values of the weight
-    may need longer lists. The lists are the tensors whose length depends on the values
-    (`layout.LISTS`)."""
+    """How much spare memory the lists of a compressed weight get at their end.
+
+    A list is a tensor whose length depends on the weight's values (`layout.LISTS`). Later values of
+    the weight may need longer lists.
+    """
 
     share: float = 0.0  # spare elements, as a share of the elements that are used now
     least: int = 0  # the fewest spare elements
@@ -119,7 +121,7 @@ HEADING = 8
 def sheltered(count: int) -> int:
     """Return how many 16-bit numbers the spill buffer needs for a weight of a given size.
 
-    The spill buffer is memory for a weight whose codes do not fit.
+    The spill buffer is memory for a weight whose new codes do not fit into its existing tensors.
     """
     return HEADING + padded(count)
 
@@ -144,8 +146,8 @@ class Outcome:
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start to copy the weight's new value to the spill buffer, in case its codes do not fit.
-        The caller may free the value afterwards.
+        """Start to copy the weight's new value to the spill buffer, in case its codes do not fit
+        into the existing tensors. The caller may free the value afterwards.
 
         The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory. The
         buffer has space for a header in addition to the value.
@@ -182,8 +184,8 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return a spill buffer for weights whose codes do not fit: CPU memory for `count` elements,
-    which GPU kernels can write to.
+    """Return a spill buffer for weights whose codes do not fit into their existing tensors: CPU
+    memory for `count` elements, which GPU kernels can write to.
 
     The spill buffer has dtype int16 and is pinned. Return None if no pinned memory is available, or
     if a trial shows that the GPU does not write to it.
@@ -225,8 +227,8 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
     """Return the tensors that encode a nonempty bf16 weight, in the order of `form.parts`.
 
-    `room` is the spare memory of these tensors. If the format is lossless, `encode_soon` can encode
-    later values of the weight into the same tensors.
+    `room` says how much spare memory these tensors get. If the format is lossless, `encode_soon`
+    can encode later values of the weight into the same tensors, as long as the codes fit.
     """
     whole = as_patterns(weight)
     if form.is_lossless:
@@ -266,8 +268,9 @@ def encode_soon(
     range of exponents that have a code.
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
-    GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer (memory for a
-    weight whose codes do not fit), if there is one, contains the weight.
+    GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer contains the
+    weight, if there is one. The spill buffer is memory for a weight whose new codes do not fit into
+    its existing tensors.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -290,10 +293,10 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
     update the weight.
 
-    Return the number of patches in each chunk, and which groups have patches, as the function
-    `_list_win4` needs them. Patches are weights whose exponent is outside of the window, the range
-    of exponents that have a code. The old weight's patches are read only if there is an optimizer
-    step.
+    A patch is a weight whose exponent is outside of the window, the range of exponents that have a
+    code. Return how many patches each chunk (8192 weights) has, and which groups of 256 weights
+    have patches. The function `_list_win4` needs these numbers. The old weight's patches are read
+    only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -366,8 +369,9 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     """Write a weight's codes, signs and mantissas.
 
-    The second and the third bit stream must contain zeros. The index at which each chunk starts in
-    these streams must already be written.
+    Before the call, the tensors of the second and the third bit stream must contain only zeros,
+    because the kernel only sets bits. The index at which each chunk starts in these streams must
+    already be written.
     """
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)

@@ -61,7 +61,8 @@ def _spread(word, FIELD: gl.constexpr):
     """Return a 32-bit word with the sign and mantissa bits of four pairs of neighbouring weights.
 
     The first weight of each pair has its bits in the lower half of the word. The second weight's
-    bits are 16 positions higher. With FIELD 8, the word has two pairs and stays unchanged.
+    bits are 16 positions higher. FIELD is the number of sign and mantissa bits of a weight. If
+    FIELD is 8, a word contains only two pairs, and the function returns the word unchanged.
     """
     word = word.to(gl.int32)
     if FIELD == 2:
@@ -385,8 +386,8 @@ def _matrix_tile(
     """Compute a tile of ROWS x TOKENS products. Each warp sums over its share of the columns.
 
     GROUPS is the number of weight groups per row, or 0 if this number is no compile-time constant.
-    With GROUPS, each warp loads two groups ahead, and adds the products of patches (weights stored
-    whole) last.
+    If GROUPS is not 0, each warp loads codes two groups ahead, and adds the products of patches
+    (weights stored whole) last.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)

@@ -125,9 +125,10 @@ def encode_soon(
     If the value did not fit, the contents of `parts` are invalid, and the caller must allocate new
     tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These codecs return an
     `Outcome`, which tells later whether the value fitted. Do not read the coded tensors before
-    `Outcome.fits` has returned True. A spill buffer is memory for values whose codes do not fit.
-    Without one, the caller must keep the dense value until `Outcome.fits` has returned. A lossy
-    codec raises an error for values that are not finite.
+    `Outcome.fits` has returned True. A spill buffer is memory for values whose codes do not fit
+    into the existing tensors. Without a spill buffer, the caller must keep the dense value until
+    `Outcome.fits` has returned True. If it returns False, the caller must encode the dense value
+    again. A lossy codec raises an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -145,8 +146,8 @@ def steps(gradient: Tensor, codec: str) -> bool:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return CPU memory (a spill buffer) for values whose codes do not fit, or None if no buffer is
-    needed."""
+    """Return CPU memory (a spill buffer) for values whose codes do not fit into the existing
+    tensors, or None if no buffer is needed."""
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
@@ -193,7 +194,7 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the codec of a weight; raise an error if products do not support the operands."""
+    """Return the codec of a weight; raise an error if the op cannot multiply the given operands."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):

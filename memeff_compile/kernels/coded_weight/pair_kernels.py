@@ -231,8 +231,8 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the first patches (uncoded elements), from index `begin` on, before they are needed,
-    so that storing the patches does not wait.
+    """From a range of patches (uncoded elements), load the first PATCHES ones before they are
+    needed. So the code that stores these patches does not wait for memory.
 
     The loaded position of an entry after the last patch is -1.
     """
@@ -321,7 +321,7 @@ def _coded_weight_pair_patches_kernel(
 def write_heading(refuge_ptr, place, needed):
     """Write the length that a list needs, as two 16-bit words, to the header of a spill buffer.
 
-    The spill buffer is memory for weights whose codes do not fit.
+    The spill buffer is memory for weights whose codes do not fit into their existing tensors.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -341,9 +341,9 @@ def _coded_weight_pair_shelter_kernel(
 ):
     """Write the lengths that a weight's lists need to the header of a spill buffer.
 
-    The spill buffer is memory for weights whose codes do not fit. The weight has COUNT lists, the
-    tensors whose length depends on its values. If one of these lists is too short, also write the
-    weight's value to the spill buffer.
+    The spill buffer is memory for weights whose codes do not fit into their existing tensors. The
+    weight has COUNT lists, the tensors whose length depends on its values. If one of these lists is
+    too short, also write the weight's value to the spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

@@ -134,7 +134,11 @@ def _coded_weight_piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write a share of the lists of patches (uncoded elements) of one of several weights."""
+    """Write the lists of patches (uncoded elements) of several weights.
+
+    Several programs write the lists of one weight: each program writes the patches of its own range
+    of chunks.
+    """
     at = _at(
         tl.program_id(0),
         (p0, p1, p2, p3, p4, p5, p6, p7),

@@ -185,8 +185,8 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
     """Return the codes of each exponent in three windows (ranges of exponents that have codes), and
     whether the weight is stored whole (a patch).
 
-    Code 3 in the first two windows means that the exponent has no code in this window, and the next
-    window's code counts. Code 15 in the last window means exponent 0.
+    Code 3 in the first or the second window means that the exponent has no code in that window.
+    Then the code in the next window applies. Code 15 in the last window means exponent 0.
     """
     narrow, middle, wide = header
     first = exponents - narrow
@@ -232,7 +232,10 @@ def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 2, 2 + 2 or 2 + 2 + 4 bits.
+    """Encode each exponent in 2, 4 or 8 bits.
+
+    Every exponent has a 2-bit code. If this code is 3, a second 2-bit code follows. If the second
+    code is 3 too, a 4-bit code follows.
 
     Return the same kinds of tensors as `encode_win4`.
     """
@@ -425,7 +428,9 @@ def with_signs(
     """Return the tensors `parts` (the coded exponents), followed by the tensor of the sign and
     mantissa fields of `patterns`.
 
-    The bits of a patch (an uncoded element) come from `whole`, the weight to encode.
+    If the format has a list of patches (uncoded elements), this function also fills in their
+    values. A patch's value is its 16 bits in `whole`, the weight to encode. The sign and mantissa
+    fields of such a patch are zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

@@ -255,7 +255,7 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
 
     The weights for queries, keys and values of usual models get the same tile, so that one launch
     multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
-    for weights of other sizes. With more than 32 groups of columns, four warps are enough for any
+    for weights of other sizes. With more than 32 groups of columns, the tile has four warps for any
     number of rows. Eight warps were 10 % slower for a weight of 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4

@@ -47,8 +47,8 @@ class Unsettled:
     the old codes.
 
     If the codes do not fit, the value is encoded again. The value then comes from the spill buffer
-    (memory for values whose codes do not fit). Without a spill buffer, this object keeps the dense
-    value until `settle` has returned.
+    (memory for values whose codes do not fit into the existing tensors). Without a spill buffer,
+    this object keeps the dense value until `settle` has returned.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -65,7 +65,8 @@ class Unsettled:
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
         """Record whether the codes fitted into the old codes' memory. If not, `refuge` is the
-        buffer that contains the weight's value. The dense value may then be freed.
+        buffer that contains the weight's value. If `outcome` is an `Outcome` and `refuge` is given,
+        this object keeps `refuge` instead of the dense value. The dense value can then be freed.
 
         If this method raises an error, the object still keeps the dense value.
         """

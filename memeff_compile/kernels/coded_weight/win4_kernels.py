@@ -186,13 +186,14 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes, signs and mantissas of one chunk of weights. Count the chunk's patches
-    (uncoded elements) and write their positions.
+    """Write the codes, signs and mantissas of one chunk of weights. Also write the number of the
+    chunk's patches (uncoded elements), and which groups of weights have patches.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. If the chunk had patches (uncoded elements) before the step, the kernel
-    writes the updated patches to the gradient's memory. The kernel then reads the chunk's updated
-    weights from there and encodes them.
+    read and written once. The kernel writes all updated weights to the gradient's memory. If the
+    chunk had patches (uncoded elements) before the step, the kernel also writes the updated patches
+    there. Only in this case does the kernel read the chunk's updated weights again before it
+    encodes them.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -272,8 +273,9 @@ def list_chunks(
 
     The kernel drops patches (uncoded elements) that do not fit into their lists. If patches are
     dropped, the weight is also written to the spill buffer (memory for weights whose codes do not
-    fit). The start indices then stay inside the lists, so that decoding reads no other memory.
-    Without a spill buffer, the last start index is the length that the lists of patches need.
+    fit into their existing tensors). The start indices then stay inside the lists, so that decoding
+    reads no other memory. Without a spill buffer, the last start index is the length that the lists
+    of patches need.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge

@@ -2,12 +2,12 @@
 """The two kernels of the implementation `sorted`, which sum the gradients of each run (all tokens
 with one id).
 
-One kernel is for the runs inside one chunk, one for the runs that cross chunks. After the sort, the
-tokens of a run are neighbours. A chunk is CHUNK consecutive positions in sorted order. The program
-for a chunk sums and writes each run that lies completely inside the chunk. For a run that extends
-over several chunks, each of these chunks writes a partial sum. The second kernel adds the partial
-sums in order. So several programs sum a long run in parallel, even if it contains half of the
-batch's tokens. Sums are fp32 in a fixed order, so every execution gives the same bits.
+After the sort, the tokens of a run are neighbours. A chunk is CHUNK consecutive positions in sorted
+order. One kernel is for the runs inside one chunk, one for the runs that extend over several
+chunks. The program for a chunk sums and writes each run that lies completely inside the chunk. For
+a run that extends over several chunks, each of these chunks writes a partial sum. The second kernel
+adds the partial sums in order. So several programs sum a long run in parallel, even if it contains
+half of the batch's tokens. Sums are fp32 in a fixed order, so every execution gives the same bits.
 
 In variable names, places are positions in the sorted tokens (N), and columns are features (D).
 """

@@ -2,8 +2,9 @@
 
 A static cache is allocated for the longest sequence and filled token by token. Attention needs only
 the filled positions, and needs to read each position only once for all query heads that share a
-key-value head. PyTorch's attention, however, copies the buffer once per query head, and reads the
-whole buffer under a mask.
+key-value head. PyTorch's attention, however, copies the keys and values of the whole cache once for
+each query head that uses them. It then reads all of them under a mask, the unfilled positions as
+well.
 
 - `kv_cache_append` writes new keys and values at their positions, in place.
 - `kv_cache_attention` attends to the keys up to a position that is stored in a tensor.

@@ -54,10 +54,11 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
 
 
 def alignment(*strides: int) -> int:
-    """Return the number by which the keys' strides are divided before they are passed to a kernel.
+    """Return the number by which the strides between keys are divided before they are passed to a
+    kernel.
 
-    The kernel multiplies the strides by this number again. The result is 1 if Triton detects by
-    itself that the strides are divisible by 16.
+    The kernel multiplies the strides by this number again. The returned number is 1 if all strides
+    are multiples of 16, because Triton detects such strides by itself.
     """
     common = math.gcd(16, *strides)
     return 1 if common == 16 else common  # 100: 4, 128: 1

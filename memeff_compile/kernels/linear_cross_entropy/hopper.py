@@ -19,12 +19,12 @@ these classes once. The hidden states' gradient is summed in fp32; each launch a
 once. With the minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's
 memory.
 
-A scalar loss takes three matrix products for each block of rows. The first product writes the
-matrix X in 16 bits: 2RV bytes for R rows and V classes. The same product computes the rows'
-statistics in fp32. X contains the softmax probabilities up to one factor per row, which the kernels
-compute later from the row's log-sum-exp. The products that compute dE and dC multiply X by operands
-that contain this factor. If a kernel finds a row whose logits are far from the expected range, all
-logits of the row's block are computed again.
+A scalar loss takes three matrix products for each block of rows. The first product writes a matrix
+X, which contains the softmax probabilities up to one factor per row. X is in 16 bits and takes 2RV
+bytes for R rows and V classes. The same product computes the rows' statistics in fp32. From a row's
+log-sum-exp, the kernels later compute the row's factor. The products that compute dE and dC
+multiply X by operands that contain this factor. If a kernel finds a row whose logits are far from
+the expected range, all logits of the row's block are computed again.
 
 The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
@@ -261,12 +261,13 @@ class BackwardByClasses(Differentiating):
         """Use the last rows of the weight's gradient as temporary memory, and compute the values of
         these rows last.
 
-        Each row of the weight's gradient belongs to a class. The classes of the last rows
-        contribute to the hidden states' gradient first, while the rows are still temporary memory.
-        So the logits of these classes are computed twice. The fp32 sums of the hidden states'
-        gradient are freed when this gradient is complete. From then on, the logits' gradient G uses
-        only rows of the weight's gradient that are not yet written. When too few of these rows are
-        left, G uses a spare buffer.
+        Each row of the weight's gradient belongs to a class. First, the classes of the last rows
+        contribute to the hidden states' gradient. Their own rows of the weight's gradient cannot be
+        written yet. The memory of these rows contains the logits' gradient G and the fp32 sums of
+        the hidden states' gradient. So the logits of these classes are computed twice. The fp32
+        sums of the hidden states' gradient are freed when this gradient is complete. From then on,
+        the logits' gradient G is stored in the weight gradient's memory: only in rows that are not
+        yet written. When too few of these rows are left, G is stored in a spare buffer.
         """
         room = self.inside
         assert room is not None

@@ -4,19 +4,20 @@ logits in registers.
 
 The epilogue (the code after a tile's product) uses the tile of logits in one of three ways.
 
-- It reduces the tile to statistics of the rows (tokens).
-- It writes a tile of the logits' gradient G, if these statistics are known.
-- It writes a tile of X (the logits' gradient up to a factor per row).
+- The epilogue reduces the tile to statistics of the rows (tokens).
+- The epilogue writes a tile of the logits' gradient G, if the rows' statistics are known.
+- The epilogue writes a tile of X (the logits' gradient up to a factor per row).
 
 For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i). The number base_i is near the
 largest logit of row i. With a softcap, the element is X_ij = exp(z_ij - base_i) * dz/ds, where s is
-the product before the softcap. Both kinds of X_ij are rounded once to 16 bits. The number base_i is
-known before the logits are computed, so writing X need not wait for the log-sum-exp. The factor
-that turns row i of X into gradients is exp(base_i - lse_i) times the scale. Here, lse_i is the
-row's log-sum-exp. The kernels that multiply X by other matrices apply the factor of each row. In
-the column of a row's target class, X contains (p - 1) / factor, where p is the target's
-probability. So the subtraction is not done in 16 bits. Ranks that split the vocabulary exchange
-log-sum-exps after writing X.
+the product before the softcap. With or without a softcap, X_ij is rounded once to 16 bits. The
+number base_i, which is subtracted from the logits of row i, is known before the logits are
+computed. So writing X need not wait for the row's log-sum-exp, lse_i. The kernels that multiply X
+by other matrices multiply row i by a factor. The factor is exp(base_i - lse_i) times the derivative
+of the loss with respect to the row's loss. Without a softcap, the factor also contains the scale of
+the logits. In the column of a row's target class, X contains (p - 1) * exp(lse_i - base_i), where p
+is the target's probability. With a softcap, this number is also multiplied by dz/ds. So 1 is not
+subtracted in 16 bits. Ranks that split the vocabulary exchange log-sum-exps after writing X.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
@@ -220,11 +221,12 @@ def _linear_cross_entropy_hopper_merge_kernel(
 
 @triton.jit
 def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
-    """Return G, the gradient of the loss by s, for one tile in fp32.
+    """Return one tile of G in fp32: the loss's gradient with respect to the product s, from which
+    the logits are computed.
 
-    The matrix s is the product of hidden states and weight from which the logits are computed. Rows
-    and columns of the tile that are beyond the tensor are zero. `place` contains the rows' indices,
-    which of the rows exist, and the columns' indices.
+    The matrix s is the product of hidden states and weight. Rows and columns of the tile that are
+    beyond the tensor are zero. `place` contains the rows' indices, which of the rows exist, and the
+    columns' indices.
     """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
@@ -362,7 +364,8 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     block's part G C to the hidden states' gradient dE.
 
     G is the logits' gradient, E the hidden states, and C the block's rows of the weight. The tiles
-    of the second product use the multiprocessors that the first product's last programs leave idle.
+    of G C come after those of G^T E. They use the multiprocessors that the last tiles of G^T E
+    leave idle.
     """
     rows_here = rows
     if C.HAS_KEPT:
@@ -471,10 +474,11 @@ def _linear_cross_entropy_hopper_logits_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Write X and the statistics of its rows tile by tile, with zeros in rows and columns beyond
-    the tensor.
+    """Write X (the logits' gradient up to a factor per row) and the statistics of its rows, tile by
+    tile.
 
-    X is the logits' gradient up to a factor per row."""
+    X has zeros in rows after the block's last row, and in columns after the last class.
+    """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
@@ -543,12 +547,12 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Check the base of each row, or, with FINAL, merge the statistics of each row in a fixed
+    """Without FINAL, check each row's base. With FINAL, merge the statistics of each row in a fixed
     order.
 
-    The base is the number that is subtracted from a row's logits. It must be close enough to the
-    row's largest logit. If ranks split the vocabulary, this kernel only writes the statistics that
-    the ranks exchange, and another kernel computes the loss.
+    The base is the number that is subtracted from a row's logits. If the base is too far from the
+    row's largest logit, that logit becomes the new base. If ranks split the vocabulary, this kernel
+    only writes the statistics that the ranks exchange, and another kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
