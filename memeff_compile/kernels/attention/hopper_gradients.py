@@ -178,7 +178,8 @@ def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tup
 
 
 def _section(call: Call, heads: int) -> int:
-    """Return how many rows of tiles are computed at the same time.
+    """Return how many rows of tiles are computed at the same time; a row consists of tiles of one
+    head.
 
     If the call has a mask of keys or sequence ids, a row consists of one head's tiles in all
     sequences. Otherwise, a row consists of one head's tiles in one sequence.

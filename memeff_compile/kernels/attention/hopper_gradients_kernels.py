@@ -4,14 +4,15 @@ groups of four warps multiply.
 
 One kernel computes the gradient of queries: each group of warps owns 64 queries, and both groups
 share the tiles of keys and values. The other kernel computes the gradients of keys and values. Each
-group owns 64 keys and keeps the sums for their two gradients in registers. Both groups share the
-tiles of queries and of output gradients. The work is divided into rounds. In each round, every
-program computes one tile. Tiles with the most work come first, so that all programs get about the
-same work.
+group of warps owns 64 keys. The group keeps in registers the sums for the gradients of these keys
+and of their values. Both groups share the tiles of queries and of output gradients. The work is
+divided into rounds. In each round, every program computes one tile. Tiles with the most work come
+first, so that all programs get about the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
-the masking conditions only in pairs in which some keys are hidden. With masks of keys or sequence
-ids, each query has a range of keys, and each key a range of queries (`hopper_kernels`).
+the masking conditions only in pairs in which some keys are hidden. If a call has a mask of keys or
+sequence ids, `ranges.find` makes a table for each kernel. One table has the first and the last key
+that each query sees. The other table has the first and the last query that sees each key.
 """
 
 from __future__ import annotations
@@ -164,14 +165,14 @@ def _query_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Process one tile of keys: start three products, and compute the tile's slopes (gradients of
-    the scores) during the third.
+    """Process one tile of keys: start three products, and compute the gradients of the tile's
+    scores during the third.
 
     The three products are:
 
     - the scores of a tile of keys;
     - the output gradients times the tile's values;
-    - the previous tile's slopes times the previous tile's keys.
+    - the gradients of the previous tile's scores, times the previous tile's keys.
     """
     acc, slope, turns = sums
     q_memory, grad_memory, _, k_memory, v_memory = memory

@@ -15,8 +15,8 @@ With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `
 The table contains the tiles that each tile of queries visits, and the first and the last visible
 key of each query. If all keys between them are visible, the kernel compares positions with these
 two numbers. Otherwise the kernel compares codes of queries and keys, which are in the table too.
-Hidden values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles that
-the mask of keys touches.
+Hidden values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles in
+which the mask may hide a key.
 """
 
 from __future__ import annotations

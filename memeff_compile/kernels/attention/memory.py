@@ -43,8 +43,8 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
     multiple of 128. Calls with a mask of keys or sequence ids need a table of the visible tiles or
     positions while a kernel runs. The table of a Triton kernel has 16 bytes per tile and sequence.
-    The table of a kernel in Gluon has about 8 bytes per position of each sequence, rounded up to a
+    The table of a kernel in Gluon has about 16 bytes per position of each sequence, rounded up to a
     multiple of 128 positions. All heads share this table. The kernels in Gluon need at least 16
-    heads, so their table has at most about 7 % of the bytes that this function returns.
+    heads, so their table has at most about 13 % of the bytes that this function returns.
     """
     return 8 * sympy.sympify(batch) * heads * queries

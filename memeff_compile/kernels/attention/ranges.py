@@ -5,9 +5,9 @@ Each key is seen by all queries between a first and a last one. Therefore the at
 compare positions with two numbers of each query or key. These ranges are computed on the GPU,
 without waiting for the CPU.
 
-The function `find` marks a tile if one of its positions sees others with gaps between them. For
-marked tiles, the kernels compare codes: one int32 number for each position. A key is visible under
-the mask and the ids if its code equals the query's code.
+The function `find` marks a tile if one of its positions sees visited positions with gaps between
+them. For marked tiles, the kernels compare codes: one int32 number for each position. A key is
+visible under the mask and the ids if its code equals the query's code.
 
 Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such
 numbers at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys
@@ -62,7 +62,7 @@ def find(
     - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
       an infinity at a hidden key, and otherwise 0.
 
-    If a position sees no other position, its first number is above its last number.
+    If a position sees no visited position, its first number is above its last number.
     """
     from . import ranges_kernels as kernels
 
