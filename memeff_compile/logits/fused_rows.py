@@ -12,8 +12,9 @@ few numbers per row instead of one number per class. The backward pass of the de
 `FusedRows` to the fused loss op. The op computes the gradients of the hidden states and the
 output projection.
 
-For losses outside of the compiled graph, only this module calls the fused loss op, and always in
-the op's exact mode. The lossy modes of memeff.linear_cross_entropy apply only inside the graph.
+Losses that code outside of the compiled graph computes from deferred logits call the fused loss op
+only through this module. This module always uses the op's exact mode. The lossy modes of
+memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations

@@ -305,12 +305,15 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Return the sum of two gradients as a `RowGradient`, or None.
+    """Return the sum of two gradients as a `RowGradient`, or None if the caller has to add dense
+    tensors.
 
-    If the result is None, the caller adds dense tensors. This happens if no summand is a
-    `FusedRows`, and one gradient is dense or the two together have as many rows as the sum. If a
-    summand is a `FusedRows`, summands that together have as many rows as the sum become one dense
-    summand."""
+    If neither gradient contains `FusedRows`, the result is None in these cases:
+
+    - one of the gradients is dense;
+    - the two gradients together contain at least as many rows as a dense gradient.
+
+    If a gradient contains `FusedRows`, the result is a `RowGradient` in these cases too."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:

@@ -123,12 +123,13 @@ def bytes_after(
     - the vectors of N elements;
     - for 16-bit inputs and a backward pass, the fp32 sum of the hidden states' gradient (4ND).
 
-    A block of classes has at most half of the vocabulary, rounded up to a multiple of 64 columns.
-    For the implementation `hopper`, this limit is at least 256 columns. For 16-bit inputs, the
-    implementation `reference` also needs fp32 copies. The bound then adds the copies of the hidden
-    states and of blocks of the weight. For `reference` on a CPU, the bound also adds the copies of
-    the rows that are not ignored. `how` contains the fields of `How`. `pieces` may contain symbols,
-    for a short formula, and is by default the result of `piece_sizes`.
+    For a block of classes, the bound counts at most half of the vocabulary, rounded up to a
+    multiple of 64 columns. For the implementation `hopper`, this limit is at least 256 columns. For
+    16-bit inputs, the implementation `reference` also needs fp32 copies. The bound then adds the
+    copies of the hidden states and of blocks of the weight. For `reference` on a CPU, the bound
+    also adds the copies of the rows that are not ignored. `how` contains the fields of `How`.
+    `pieces` may contain symbols, for a short formula, and is by default the result of
+    `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given

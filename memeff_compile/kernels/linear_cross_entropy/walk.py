@@ -9,11 +9,11 @@ the loop computes the statistics and then the gradients. Between these two steps
 different classes exchange statistics.
 
 - The implementation `reference` processes blocks of classes for a loss per row. For a scalar loss
-  without an adapter, it processes blocks of rows.
-- The implementation `library` processes blocks of classes. Only for a scalar loss whose weight is
-  frozen and has an adapter, it uses one loop over blocks of rows.
-- The implementation `hopper` processes blocks of rows. In the backward pass of a loss per row, it
-  may process blocks of classes instead.
+  without an adapter, `reference` processes blocks of rows.
+- The implementation `library` processes blocks of classes. `library` processes blocks of rows only
+  for a scalar loss whose weight is frozen and has an adapter.
+- The implementation `hopper` processes blocks of rows. In the backward pass of a loss per row,
+  `hopper` may process blocks of classes instead.
 
 An implementation, and with it its kernels, is imported when it runs for the first time.
 """

@@ -2,7 +2,7 @@
 
 The op itself takes masking conditions, which a pass reads from the graph. Calibration stores
 attention calls and compares precision levels on them. Instead of the masking conditions, a stored
-call has a mask tensor or `is_causal`.
+call can have a mask tensor or the flag `is_causal`.
 """
 
 from __future__ import annotations

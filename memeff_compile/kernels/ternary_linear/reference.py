@@ -153,8 +153,8 @@ def _nearest_fp4(scaled: Tensor) -> Tensor:
 def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     """Return the exact products of (M, K) codes and packed weights, as (M, N) float32 or float64.
 
-    Float32 adds integers exactly, in any order, as long as no sum exceeds 2 ** 24 in absolute value.
-    If a sum could exceed this limit, the function computes in float64.
+    Float32 adds integers exactly, in any order, as long as the absolute value of every sum is at
+    most 2 ** 24. If a sum could be larger, the function computes in float64.
     """
     columns = codes.shape[1]
     dtype = torch.float32 if 128 * columns <= EXACT_IN_FLOAT else torch.float64
