@@ -36,8 +36,9 @@ class Mark:
 def is_updated_in_backward(parameter: Tensor | None) -> bool:
     """Return whether `optim_in_backward` updates a parameter during the backward pass.
 
-    `optim_in_backward` is a function of this package that gives each parameter a hook. The hook
-    runs the optimizer step as soon as the parameter's gradient exists.
+    `optim_in_backward` is a function of this package that gives each of its parameters a hook. The
+    hook runs the optimizer step as soon as the parameter's gradient exists. With `accumulate=n`,
+    the step runs only in every n-th backward pass.
     """
     mark = getattr(parameter, "updated_in_backward", None)
     return isinstance(mark, Mark) and mark.owner == id(parameter)
@@ -47,7 +48,7 @@ def announce(parameters: Sequence[Tensor]) -> None:
     """Tell `optim_in_backward` that all gradients of the given parameters exist.
 
     The hooks that update these parameters are about to run. So `optim_in_backward` can update
-    several parameters in one kernel launch.
+    several compressed weights in one kernel launch.
     """
     told: dict[Announce, list[Tensor]] = {}
     for parameter in parameters:

@@ -12,8 +12,9 @@ few numbers per row instead of one number per class. The backward pass of the de
 `FusedRows` to the fused loss op. The op computes the gradients of the hidden states and the
 output projection.
 
-Apart from the passes, only this module calls the fused loss op, and always in its exact mode. The
-lossy modes of memeff.linear_cross_entropy apply only inside the graph.
+Losses that code outside of the compiled graph computes from deferred logits call the fused loss op
+only through this module. This module always uses the op's exact mode. The lossy modes of
+memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations
@@ -390,16 +391,18 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Multiply the gradient by the probabilities.
+        """Return this gradient multiplied by the probabilities p.
 
-        The gradient must be that of a sum over the classes: its fields `nll`, `lse` and `plogp` are
+        If `self` is the gradient of the products p log p, the result is the gradient of log p. The
+        gradient must be that of a sum over the classes: its fields `nll`, `lse` and `plogp` are
         None.
         """
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Multiply the gradient by the log-probabilities; the result is a gradient of the
-        probabilities."""
+        """Return this gradient multiplied by the log-probabilities log p.
+
+        If `self` is the gradient of the products p log p, the result is the gradient of p."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:

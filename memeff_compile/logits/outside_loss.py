@@ -13,11 +13,11 @@ computed logits.
 
 `_Rows` is the autograd function that turns logits into a few numbers per row (token). The backward
 pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
-row). Autograd passes this form back through views, casts and scales of the logits. The autograd
-graph of the logits is the same as in eager PyTorch. If a hook, `retain_grad` or
-`torch.autograd.grad` reads the gradient, it gets a dense tensor. Log-probabilities (`_LogSoftmax`)
-are deferred too. Log-probabilities that code only gathers, sums or passes to `nll_loss` are never
-computed.
+row). Code may take views of the logits, cast them, or multiply them by a number before it computes
+the loss. Autograd passes the compact gradient back through these operations. The autograd graph of
+the logits is the same as in eager PyTorch. If a hook, `retain_grad` or `torch.autograd.grad` reads
+the gradient, it gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too.
+Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
 """
 
 from __future__ import annotations
@@ -376,7 +376,7 @@ class _Kept(NamedTuple):
         return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
-        """Compute the logits of the forward pass, and return them as a plain tensor.
+        """Return the logits that the forward pass used, as a plain tensor.
 
         The gradient of this plain tensor flows to the deferred logits.
         """
@@ -671,8 +671,10 @@ def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = Non
 
 
 def _get_item(input: Any, index: Any) -> Any:
-    """Handle `log_probs[rows, targets]`, which has one index per dimension and the vocabulary as
-    its last dimension."""
+    """Handle `log_probs[rows, targets]`: an index with one tensor for each dimension of
+    `log_probs`.
+
+    The last dimension of `log_probs` must be the vocabulary."""
     is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
     if not is_one_each or len(index) < 2 or input.order is not None:
         return NotImplemented

@@ -107,7 +107,7 @@ class LogitsRecipe:
     - ("classes", (start, stop, count)), which selects the classes from `start` up to, not
       including, `stop`. `count` is the number of classes before this step.
     - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). These three
-      steps appear only if code outside of the compiled graph calls such a function on deferred
+      steps appear only if code outside of the compiled graph computes log-probabilities of deferred
       logits.
 
     Example:
@@ -272,7 +272,8 @@ class LogitsRecipe:
     def _product_gradients(
         self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias, given the gradient of their product."""
+        """Return the gradients of hidden, weight and bias, given the gradient of
+        `F.linear(hidden, weight, bias)`."""
         hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])

@@ -125,7 +125,8 @@ class RowGradient(LazyTensor):
         """Return a RowGradient that contains the gradient of all rows in compact form (a few
         numbers per row).
 
-        vmap cannot see a `RowGradient`, so under vmap the function returns a dense gradient.
+        vmap does not find the tensors inside of a `RowGradient`, so under vmap the function returns
+        a dense gradient.
         """
         head = rows.head
         if rows.is_batched:
@@ -169,8 +170,8 @@ class RowGradient(LazyTensor):
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
         """Return the gradient of the tensor from which `step` selected rows.
 
-        This object is the gradient of the selected rows. `shape` is the tensor's shape without the
-        last dimension.
+        `self` is the gradient of the selected rows. `shape` is the shape of the result: the tensor
+        from which `step` selected rows.
         """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
@@ -304,8 +305,15 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Return the sum of two gradients; if together they cover all rows, the sum is a dense
-    tensor."""
+    """Return the sum of two gradients as a `RowGradient`, or None if the caller has to add dense
+    tensors.
+
+    If neither gradient contains `FusedRows`, the result is None in these cases:
+
+    - one of the gradients is dense;
+    - the two gradients together contain at least as many rows as a dense gradient.
+
+    If a gradient contains `FusedRows`, the result is a `RowGradient` in these cases too."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:

@@ -170,8 +170,9 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return the deferred tensor's rows and their output projection, as the argument of a loss
-        outside the graph."""
+        """Return the hidden states of the deferred tensor's rows, and the output projection.
+
+        A loss outside of the graph takes the result as its argument."""
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)
@@ -361,8 +362,8 @@ def _windows(call: _Call) -> Any:
     tokens).
 
     Such a result is a slice of classes or a diagonal, for example. When code reads the result, its
-    values are computed as a view of the argument's values. Return None for other view operations,
-    such as a view with another dtype.
+    values are computed as a view of the argument's values. Return None if the result has another
+    dtype than the argument, or is a view with negated values.
     """
     view = call.view
     geometry = call.on(view._geometry())

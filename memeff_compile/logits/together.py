@@ -46,7 +46,7 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """If any rank found a changed tensor, return a message about the change on every rank.
+        """If any rank found a changed tensor, every rank returns a message about this change.
 
         Return None if no rank found a change. All ranks must call this function.
         """

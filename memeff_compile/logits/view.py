@@ -26,8 +26,9 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """Return the rows of the logits and their output projection, as the argument of a loss
-        outside the graph."""
+        """Return the hidden states of the rows, and the output projection.
+
+        A loss outside of the graph takes the result as its argument."""
 
     @property
     def recipe(self) -> LogitsRecipe:

@@ -24,7 +24,8 @@ LAST = tl.constexpr(2**31 - 1)
 def _cap(u, softcap):
     """Return z = softcap * tanh(u / softcap) and dz/du.
 
-    The kernel computes tanh from exp2(-2|u| / softcap), which never overflows and propagates NaN.
+    The kernel computes tanh from exp(-2|u| / softcap). This exponential is at most 1, so it never
+    overflows. If u is NaN, both results are NaN.
     """
     shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
     tanh = (1.0 - shrink) / (1.0 + shrink)

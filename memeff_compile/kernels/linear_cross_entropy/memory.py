@@ -94,7 +94,8 @@ class How(NamedTuple):
 
     @property
     def goes_by_rows(self) -> bool:
-        """Return whether the backward pass of `hopper` may process blocks of rows."""
+        """Return whether the backward pass of the implementation `hopper` may process blocks of
+        rows."""
         is_served = self.engine == "hopper" and self.dtype == torch.bfloat16
         return is_served and self.training and not self.workspace
 
@@ -115,16 +116,17 @@ def bytes_after(
 ) -> sympy.Expr:
     """Return an upper bound of the op's bytes, without inputs and returned gradients.
 
-    The bound is the larger of the bounds for forward and backward pass. Each of these bounds is the
-    sum of:
+    The bound is valid for the forward pass. If a backward pass follows, the bound is valid for it
+    too. The bound is the sum of:
 
     - the blocks of logits that exist at one time (`pieces`);
     - the vectors of N elements;
-    - for 16-bit inputs, the fp32 sum of the hidden states' gradient (4ND).
+    - for 16-bit inputs and a backward pass, the fp32 sum of the hidden states' gradient (4ND).
 
-    A block of classes has at most half of the vocabulary, rounded up to a multiple of 64 columns.
-    For `hopper`, a block may always have 256 columns. For `reference`, the bound adds the fp32
-    copies of 16-bit hidden states and of blocks of the weight. For `reference` on a CPU, the bound
+    For a block of classes, the bound counts at most half of the vocabulary, rounded up to a
+    multiple of 64 columns. For the implementation `hopper`, this limit is at least 256 columns. For
+    16-bit inputs, the implementation `reference` also needs fp32 copies. The bound then adds the
+    copies of the hidden states and of blocks of the weight. For `reference` on a CPU, the bound
     also adds the copies of the rows that are not ignored. `how` contains the fields of `How`.
     `pieces` may contain symbols, for a short formula, and is by default the result of
     `piece_sizes`.
@@ -194,14 +196,17 @@ def total_bytes(
     has_softcap: bool = False,  # likewise
     gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of a scalar loss, without inputs, gradients and 64 bytes
-    per row.
+    """Return an upper bound of the bytes that the op for a scalar loss allocates.
+
+    The bound leaves out the inputs, the gradients, and the vectors with a number per row. These
+    vectors take at most 64 bytes per row in total.
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
     tiles. It also counts a block's hidden states, each row times its factor, and partial sums. For
     plain PyTorch, the bound counts a block of logits (with a softcap, three such blocks). It also
-    counts a copy of the hidden states' rows that are not ignored. For 16-bit inputs, the bound adds
-    the fp32 sums of the weight's gradient and a block of the weight.
+    counts a copy of the hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch
+    needs two more fp32 buffers. One sums the weight's gradient, and the other is a copy of some
+    rows of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -235,8 +240,8 @@ def hopper_bytes(
 ) -> sympy.Expr:
     """Return an upper bound of the bytes of `hopper` when it processes blocks of rows.
 
-    If N is a symbol, the bound is valid for every N. With a gradient filter, `hopper` has other
-    buffers, which this bound does not count.
+    If N is a symbol, the bound is valid for every N. If a gradient filter drops classes, `hopper`
+    has other buffers. The function then returns the bound for these buffers (`filter_bytes`).
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):

@@ -326,7 +326,9 @@ class Total(Statistics, Differentiating):
             g.div_(self.mass)
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Merge the statistics of all ranks into the losses and probabilities of some rows."""
+        """Compute the losses and probabilities of the block's rows over the classes of all ranks.
+
+        To compute them, merge the statistics that the ranks send each other."""
         own = self.losses.where(self.has_target, 0)
         rows, owner = block.stop - block.first, ranks.owner[self.here]
         whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)
@@ -359,7 +361,7 @@ class Total(Statistics, Differentiating):
         """Return ranges of columns for the blocks.
 
         If the weight must be converted to a wider dtype, a block's rows of the weight are copied.
-        The copy has at least REFERENCE_MIN_ROWS rows. A copy with more rows is no larger than the
+        The copy has REFERENCE_MIN_ROWS rows, or more rows if the copy is then no larger than the
         buffer of logits.
         """
         vocab, depth = self.given.weight.shape

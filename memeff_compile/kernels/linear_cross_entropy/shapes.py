@@ -70,7 +70,7 @@ def reference_columns(
 ) -> int:
     """Choose the number of columns of a block of classes within the workspace.
 
-    With a workspace of 0, the function chooses a size itself."""
+    With a workspace of 0, the function chooses the memory limit itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -127,7 +127,7 @@ def library_widths(
     workspace.
 
     A strip contains fp32 products, and a block their gradients. With a workspace of 0, the function
-    chooses a size itself.
+    chooses the memory limit itself.
 
     - 16-bit inputs need two buffers. The strip (4 bytes per element) gets half of the workspace.
       The block has the input dtype (2 bytes per element).
@@ -191,8 +191,8 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 def library_block(width: int) -> int:
     """Return how many columns, at most 2048, a program of the `library` kernels processes at once.
 
-    The result is at least 128, even for strips of 64 columns, because the kernels mask columns
-    after the strip.
+    The result is at least 128. If a strip has fewer columns, the kernels mask the columns after the
+    strip.
     """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
@@ -295,7 +295,7 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
     The function considers widths within the workspace and up to half the vocabulary. The result is
     the width whose launches leave the fewest multiprocessors idle at their ends. With a workspace
-    of 0, the function chooses a size itself.
+    of 0, the function chooses the memory limit itself.
     """
     step = shapes.columns
     budget = workspace or max(HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW * rows)
@@ -418,7 +418,7 @@ def hopper_rows(
 
 
 def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -> int:
-    """Return the bytes of `hopper`'s buffers for a block of rows.
+    """Return the bytes of the buffers that the implementation `hopper` needs for a block of rows.
 
     The buffers contain:
 
@@ -426,7 +426,8 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
     - statistics of X's tiles, counted for the narrowest tiles;
     - the block's hidden states, each row times its factor;
     - partial sums of the hidden states' gradient (dE);
-    - the scales of the weight's gradient (dC), if there are several blocks.
+    - if there are several blocks, the scale factors of the sums of the weight's gradient (dC): one
+      byte for each class and each slice of SLICE features.
     """
     width = -(-vocab // shapes.columns) * shapes.columns
     needs = (splits_of(height, depth, vocab, shapes, needs_weight=x) for x in (False, True))

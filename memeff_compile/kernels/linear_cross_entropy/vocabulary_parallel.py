@@ -16,9 +16,10 @@ classes. So the op uses the softmax over all classes, not only over this rank's 
 The op for a scalar loss also computes the gradients of that loss. The gradients of a row need the
 row's softmax over all classes, but no rank has all classes. So all ranks process the same blocks of
 rows and exchange numbers once per block. Each rank computes the logits of its classes. For each
-row, the rank sends the log-sum-exp over its classes and a loss to the other ranks. The class
-`Ranks` exchanges these two numbers. Then each rank computes its gradients with the numbers of all
-ranks:
+row, the rank sends two numbers to the other ranks: the log-sum-exp and the loss of the row, both
+over only its own classes. If the rank does not have the row's target, it sends the loss 0. The
+class `Ranks` exchanges these two numbers. Then each rank computes its gradients with the numbers of
+all ranks:
 
     counts = all_gather(number of rows)
     total, *gradients = linear_cross_entropy_total_shard(h, W_r, None, y, ..., counts, rank=r, ...)

@@ -8,10 +8,12 @@ A scalar loss takes one loop over the rows, if the implementation supports one l
 the loop computes the statistics and then the gradients. Between these two steps, ranks with
 different classes exchange statistics.
 
-- `reference` has blocks of classes for a loss per row, and of rows for a scalar loss.
-- `library` has the same blocks as `reference`. For a scalar loss, `library` uses one loop only if
-  the weight is frozen and has an adapter.
-- `hopper` has blocks of rows; the backward pass of a loss per row may have blocks of classes.
+- The implementation `reference` processes blocks of classes for a loss per row. For a scalar loss
+  without an adapter, `reference` processes blocks of rows.
+- The implementation `library` processes blocks of classes. `library` processes blocks of rows only
+  for a scalar loss whose weight is frozen and has an adapter.
+- The implementation `hopper` processes blocks of rows. In the backward pass of a loss per row,
+  `hopper` may process blocks of classes instead.
 
 An implementation, and with it its kernels, is imported when it runs for the first time.
 """
@@ -412,7 +414,7 @@ def kept_rows(target: Tensor, settings: Settings, *, forward: bool) -> Tensor | 
     Even if some rows are ignored, a call computes all rows in two cases:
 
     - the caller requests a statistic of ignored rows;
-    - the tensors are on a GPU. To leave out rows, the CPU would have to wait until the GPU has
+    - the tensors are not on a CPU. To leave out rows, the CPU would have to wait until the GPU has
       counted them.
     """
     wants_all = settings.reads_ignored_rows if forward else settings.keeps_ignored_rows

@@ -128,8 +128,10 @@ class _Walk(ABC):
             self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
     def all_rows(self) -> None:
-        """Process all rows: compute the logits' gradients of some blocks, multiply these gradients
-        in one matrix product, and go on with the next blocks.
+        """Process all rows, several blocks of rows at a time.
+
+        First compute the logits' gradients of these blocks. Then `products` multiplies the
+        gradients of all these blocks at once by the weight, and by the hidden states.
         """
         slots, rows = self.slots, self.given.rows
         for first in range(0, rows, slots.together):

@@ -18,9 +18,10 @@ from .._triton.products_kernels import dot
 
 @triton.jit
 def _scaled(part, columns, vocab, scale):
-    """Return logits: the products `part` of a matrix product, multiplied by `scale`.
+    """Return logits: `part` multiplied by `scale`.
 
-    Columns beyond the vocabulary get the logit -inf."""
+    `part` contains some columns of a tile of the product of hidden states and weight, plus the bias
+    if there is one. Columns beyond the vocabulary get the logit -inf."""
     return part * scale + tl.where(columns < vocab, 0.0, float("-inf"))[None, :]
 
 
@@ -159,8 +160,11 @@ def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
 
 @triton.jit
 def _slope(p, q, log_p, log_q, log_m, a3, a4, a5, a6, share, HAS_MIXTURE: tl.constexpr):
-    """Return p times the derivative of the divergence's sums with respect to p, up to a constant
-    per row."""
+    """Return p times the derivative of a row's divergence with respect to p.
+
+    Of the divergence, the function counts only the terms with the factors `a3` to `a6`. The
+    derivative may lack a number that is the same for all classes, because this number cancels in
+    the logits' gradient."""
     found = a3 * _times(p, log_p) + a4 * _times(p, log_q)
     if HAS_MIXTURE:
         of_q = tl.where(q == 0.0, 0.0, tl.exp(log_q - log_m))

@@ -46,7 +46,8 @@ def bytes_before(
 
     Inductor keeps the logits of student and teacher, and overwrites one of these two tensors with
     the gradient. Eager PyTorch also keeps the log-probabilities of student and teacher, and the
-    divergence of every class. For training, the formula counts one more such tensor, for gradients.
+    divergence of every class. If gradients follow in eager mode, the formula counts one more N x V
+    tensor, for gradients.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:
@@ -64,8 +65,9 @@ def temporary_bytes(
     training: bool = True,
     depth: int = 0,  # of a weight whose gradient is computed, and may lend its memory; 0 for none
 ) -> sympy.Expr:
-    """Return the bytes of the blocks that exist at one time, or an upper bound if the number of
-    rows is symbolic."""
+    """Return the bytes of the buffers for the blocks of rows that are in memory at one time.
+
+    If the number of rows is symbolic, return an upper bound."""
     itemsize = dtype.itemsize
     if engine == "reference":
         height = reference_rows(rows, vocab, workspace, itemsize)
@@ -105,9 +107,9 @@ def cost_of_few_rows(rows: int) -> str:
     Inductor.
 
     The probable cause is a kernel that Inductor's code does not need, which multiplies the weight's
-    gradient by the gradient of the loss. At 2048 rows, this kernel takes 0.7 ms of the 17.8 ms of a
-    call that computes the loss and its gradients. These times are for a direct call of the loss
-    function, not in a compiled graph.
+    gradient by the gradient of the loss. At 2048 rows, this kernel takes 0.7 ms of the 17.8 ms that
+    all kernels of the loss take together. These times are for a direct call of the loss function.
+    The loss in a compiled graph was not profiled.
     """
     if rows > FEW_ROWS:
         return ""

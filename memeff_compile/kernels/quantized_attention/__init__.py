@@ -6,8 +6,8 @@
 - `quantized_attention_by_call` is the same op at a precision level that depends on how often the op
   was called.
 
-Eight bits are enough, because the op subtracts the following means before it rounds numbers to
-codes:
+Numbers without their mean are smaller, so codes with few bits represent them more accurately. The
+op therefore subtracts the following means before it rounds numbers to codes:
 
 - the mean of the keys, whose subtraction does not change softmax weights;
 - the mean of the values, which is added to every output afterwards;

@@ -3,7 +3,7 @@
 them.
 
 If one number of a group that shares a scale is not finite, the group gets the scale nan. The reason
-is that int8 has no nan. With an ordinary scale, the code of such a number would decode to an
+is that int8 has no nan. With an ordinary scale, the code of a nan or an infinity would decode to an
 ordinary number.
 """
 

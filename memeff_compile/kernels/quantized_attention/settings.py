@@ -167,15 +167,16 @@ class Values:
     def offset(self) -> float:
         """Return the number that is subtracted from the running maximum of the scores.
 
-        A softmax weight is 2 to the power of its score minus this difference.
-        With this offset, the largest possible softmax weight is `top`.
+        The running maximum minus this offset is subtracted from every score. A softmax weight is 2
+        to the power of the result. So no softmax weight is larger than `top`.
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return `x`, rounded to this number format.
 
-        `x` is fp32, and its absolute values are at most `top`.
+        `x` contains softmax weights or values in fp32. They are scaled so that no absolute value is
+        larger than `top`.
         """
         if self.dtype is None:
             return x

@@ -364,9 +364,9 @@ def _operands(
     The codes of q, k and v come last. They are wrapped in descriptors if the GPU loads tiles
     through descriptors.
 
-    Before the codes, the result contains the arguments of a kernel that encodes the queries itself:
-    q with its strides, `k_mean` and `q_mean`. If one of the two does not exist, `k_scale` replaces
-    it, and the kernel does not read it.
+    Before the codes, the result contains the arguments with which the attention kernel can encode
+    the queries itself: q with its strides, `k_mean` and `q_mean`. If one of these two means does
+    not exist, `k_scale` takes its place, and the kernel does not read this argument.
     """
     asked = (made.k_mean, made.q_mean)
     there = (made.k_scale if each is None else each for each in asked)

@@ -1,7 +1,8 @@
 """Low-bit attention under a mask tensor, for comparisons of accuracy, not for speed.
 
 The op itself takes masking conditions, which a pass reads from the graph. Calibration stores
-attention calls and compares precision levels on them. A stored call contains only the mask.
+attention calls and compares precision levels on them. Instead of the masking conditions, a stored
+call can have a mask tensor or the flag `is_causal`.
 """
 
 from __future__ import annotations

@@ -509,10 +509,11 @@ def _note_shapes(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 
 def _refused_gradients(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return gradients made by an op that raises an error when it runs.
+    """Return the results of the op `ternary_linear_refused` as gradients.
 
-    A compiled graph contains the backward pass of each forward pass that runs with gradients on. An
-    error raised here would make such a forward pass fail.
+    The op raises an error when it runs, so a backward pass fails. A compiled graph contains the
+    backward pass of each forward pass that runs with gradients on. An error raised in this function
+    would make such a forward pass fail.
     """
     grad = next(each for each in grads if each is not None)
 

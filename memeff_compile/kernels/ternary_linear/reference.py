@@ -2,9 +2,10 @@
 the layout of packed weights.
 
 The weight codes -1, 0 and 1 are stored as 0, 1 and 2, in two bits each. The 32-bit word t contains
-the codes of columns `16 t` to `16 t + 15`. Field j of byte b is column `16 t + 4 j + b`.
-Activations are stored in the same order, as four planes of bytes. Byte `4 t + b` of plane j is
-column `16 t + 4 j + b`. So field j of a weight word is multiplied by plane j of the activations.
+the codes of columns `16 t` to `16 t + 15`. Each of the word's bytes has four 2-bit fields. Field j
+of byte b contains the code of column `16 t + 4 j + b`. Activations are stored in the same order, as
+four planes of bytes. Byte `4 t + b` of plane j contains the activation of column `16 t + 4 j + b`.
+So field j of a weight word is multiplied by plane j of the activations.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def _nearest_fp4(scaled: Tensor) -> Tensor:
 def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     """Return the exact products of (M, K) codes and packed weights, as (M, N) float32 or float64.
 
-    Sums of integers below 2 ** 24 are exact in float32 in any order.
+    Float32 adds integers exactly, in any order, as long as the absolute value of every sum is at
+    most 2 ** 24. If a sum could be larger, the function computes in float64.
     """
     columns = codes.shape[1]
     dtype = torch.float32 if 128 * columns <= EXACT_IN_FLOAT else torch.float64

@@ -14,8 +14,8 @@ be two steps, as in PyTorch.
 With BYTEWISE, integer products are computed byte by byte, because Triton's interpreter cannot run
 assembly code.
 
-In variable names, rows are rows of the weights (N), and tokens are rows of the activations (M).
-Words and bytes run along the columns.
+In variable names, rows are rows of the weights (N), and tokens are rows of the activations (M). The
+words and bytes of one row or token contain the codes of its columns.
 """
 
 from __future__ import annotations

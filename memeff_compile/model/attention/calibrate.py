@@ -181,14 +181,14 @@ def calibrate_attention(
             `8b+f16` (INT8 scores, fp16 attention weights and values). If no level reaches the
             score, `exact` is chosen. With `share`, there must be two levels, by default `4b`
             (4-bit scores) and `8b`. The second may be `exact`.
-        by: How `share` measures harm. "output": for each call and input, the model runs twice
-            more, with only this call at the first and at the second level. The harm is the
-            difference between the two changes of the model's output, as the mean over inputs. A
+        by: How `share` measures harm. With `by="output"`, the model runs twice more for each call
+            and input. In these runs, only this call has the first or the second level. The harm is
+            the difference between the two changes of the model's output, as the mean over inputs. A
             change is the KL divergence if the output has `logits`, otherwise the relative squared
-            error of the largest output tensor. "attention": a call with a lower worst score at the
-            first level does more harm, as in SageAttention2. The default is "output" if each
-            attention is called once per input and a second run returns the same floating-point
-            output. Otherwise the default is "attention".
+            error of the largest output tensor. With `by="attention"`, a call with a lower worst
+            score at the first level does more harm, as in SageAttention2. The default is "output"
+            if each attention is called once per input and a second run returns the same
+            floating-point output. Otherwise the default is "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example
             a whole sampling loop. With `by="output"`, this function must return the model's
             output.

@@ -38,7 +38,7 @@ class Attended:
         support the call.
 
         The level "exact" is PyTorch's attention in float32. In a 16-bit model, this result differs
-        from the model's own result only by the model's rounding to 16 bits.
+        slightly from the model's own result, because the model rounds numbers to 16 bits.
         """
         query, key, value = self.query, self.key, self.value
         if level == EXACT:

@@ -3,8 +3,9 @@
 The model runs twice on each input: with an exact cache, and with a `KVCache` that holds all tokens
 but the last few. In each run, the model predicts each of these last tokens from the tokens before
 it. No tokens are generated. The report compares the probabilities of the next token in the two
-runs. The report also compares the keys and values of two layers. Their similarity shows whether a
-cache can merge these layers without much error.
+runs. For each pair of adjacent layers, the report also compares the keys of the two layers, and
+their values. The similarity of two layers shows whether a cache can merge these layers without much
+error.
 
 The method `plot` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
 2405.14366).
@@ -55,10 +56,11 @@ class FidelityReport(VerbReport):
             `values`, the dictionary describes the cosines between the vectors of the same token in
             the two layers. The dictionary has their mean, their 5th percentile, and a histogram
             with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines of `keys` and of
-            `values` after the two layers are aligned. Its `has_window` says whether one of the two
-            layers has a sliding window (such layers stay exact and never merge). If `each_pair` was
-            passed, its `kl` is the KL divergence (as in `logits`) of a cache that merges only this
-            pair.
+            `values` after an alignment. The alignment subtracts means, matches the heads of the two
+            layers, and rotates the vectors of the upper layer. Its `has_window` says whether one of
+            the two layers has a sliding window (such layers stay exact and never merge). If
+            `each_pair` was passed, its `kl` is the KL divergence (as in `logits`) of a cache that
+            merges only this pair.
         attention: for each attention call that both runs made, the `mean` and the `worst`
             cosine between the results in the two runs. Empty if the model never calls
             scaled_dot_product_attention.
@@ -70,12 +72,12 @@ class FidelityReport(VerbReport):
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
         merged: `KVCache.merged` for the last input.
-        codes: the `bits`, `kl` and `ratio` of other caches, for comparison. The list is empty if
-            the measured cache does not merge layers. All caches but the last do not merge layers.
-            One has as many bits as the measured cache, one has 3, and one has 2 (equal caches
-            appear once). Another has 3 bits for keys and 2 for values (its entry has `value_bits`).
-            The last also has these bits, and merges the values of all layers (its entry has
-            `values_merged`).
+        codes: the `bits`, `kl` and `ratio` of other caches, for comparison. The list `codes` is
+            empty if the measured cache does not merge layers. Of the caches in `codes`, only the
+            last merges layers. One has as many bits as the measured cache, one has 3, and one has 2
+            (equal caches appear once). Another has 3 bits for keys and 2 for values (its entry has
+            `value_bits`). The last also has these bits, and merges the values of all layers (its
+            entry has `values_merged`).
         maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
             fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
             keys and of values. The second has the matching head of the lower layer for each head of
@@ -226,8 +228,8 @@ def fidelity_report(
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
         each_pair: also measure, for each pair of layers that can be merged, a cache that merges
-            only this pair. The results show which layers can be merged at the least cost. The model
-            then runs once more for each pair and input.
+            only this pair. The results show which layers can be merged at the least cost. With
+            `each_pair`, the model runs once more for each pair and input.
         settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:
