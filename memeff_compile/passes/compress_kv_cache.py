@@ -255,8 +255,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
     """Return a Decline if the decoded keys and values have to be computed anyway, otherwise None.
 
     They have to be computed if another node than this attention reads them. They also have to be
-    computed if a node writes to the cache, or to the decoded keys and values, before attention
-    reads them.
+    computed if a node writes to them, or to the cache, before attention reads them.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):

@@ -144,10 +144,10 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether the value of `node` comes from an op in the checkpoint body that does not save
-    its result for the backward pass.
+    """Return whether an op in the checkpoint body computes the value of `node`, and does not save
+    this value for the backward pass.
 
-    Views may lie between this op and `node`, if no other node reads the op's result.
+    Views may lie between the op and `node`, if no other node reads the op's result.
     """
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]

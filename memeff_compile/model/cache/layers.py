@@ -246,9 +246,9 @@ class ExactLayer(AsTheyCome):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, or do not fit after its tokens.
 
-        In a compiled graph, and if the cache is on a GPU, the CPU does not know how many tokens the
-        cache contains. Then the method does not check whether new tokens fit after the tokens of
-        the cache. It still checks whether the new tokens alone would fit into an empty cache.
+        For a cache on a GPU, and in compiled graphs, the CPU does not know the cache's number of
+        tokens. Then the method does not check whether new tokens fit after the cache's tokens. The
+        method still checks whether the new tokens alone would fit into an empty cache.
         """
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
@@ -516,8 +516,8 @@ class CodedLayer(InPlace):
     def maps(self) -> tuple[Tensor, ...]:
         """Return the tensors that align this layer with the other layer of its merged pair.
 
-        For a layer without such tensors, the result is an empty tuple.
-        These tensors are the last arguments of the cache ops.
+        These tensors are the last arguments of the cache ops. The result is empty if the layer has
+        no such tensors.
         """
         return ()
 

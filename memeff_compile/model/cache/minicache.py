@@ -102,8 +102,8 @@ class MiniCache:
             unmerged, except those of the first tokens, and `gamma`, `retained` and `reading`
             have no effect.
         fidelity: the result of `fidelity_report` for the model. Without a fidelity report, creating
-            a cache with merged layers shows a warning. Without a fidelity report, creating the
-            cache raises an error if it would merge the keys of two layers that are not adjacent.
+            a cache with merged layers shows a warning. Without a fidelity report, merging the keys
+            of two layers that are not adjacent raises an error.
             With a fidelity report, creating the cache raises an error if it would merge keys or
             values that are not similar. They are similar if the mean cosine between the two layers'
             aligned vectors is at least 0.5. With `align="none"`, the vectors are compared without

@@ -227,10 +227,10 @@ def compress_(
     """Compress the weights of a model's linear layers in place.
 
     The function compresses those bf16 weights that only `nn.Linear` modules use. With `layers`,
-    you can name more classes. With `mantissa=7`, the default, this compression is lossless. On a
-    GPU, if the input has only a few tokens, one kernel decodes a `win4` weight and multiplies. This
-    kernel adds up the products in another order than a dense matrix product does. Call this
-    function before you create an optimizer and before you compile the model.
+    you can name more classes. With `mantissa=7`, the default, this compression is lossless. In
+    inference on a GPU with inputs of a few tokens, one kernel decodes a `win4` weight and
+    multiplies. This kernel adds up the products in another order than a dense matrix product does.
+    Call this function before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.

@@ -57,9 +57,9 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
 
     A table is the mask's condition on each key or query. The returned node is the last of the nodes
     that the table reads, or None if it reads none. If the table cannot be computed, return None
-    instead of the pair of node and graph. The table cannot be computed if it reads a node that is
-    neither in the graph of `info` nor in a graph around it. It also cannot be computed if a tensor
-    may be written after the mask reads this tensor and before the table reads it.
+    instead of the pair of node and graph. The table cannot be computed if it reads a node outside
+    of the graph of `info` and the graphs around that graph. It also cannot be computed if a tensor
+    may be written between the mask's read and the table's read.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info
