@@ -80,11 +80,11 @@ class KVCache(Cache):
             padding. With this mask, `keep_first` counts from the first token after the padding,
             and scales ignore padding.
         merge: None, `"minicache"`, or a `MiniCache` with settings. With the last two, the cache
-            merges pairs of consecutive layers. The two layers of such a pair share a direction
-            (unit vector) of the keys and one of the values, for each older token. With
-            `MiniCache(values_only=True)`, they share only the direction of the values. Merging
-            layers loses more accuracy than 3-bit codes. Merging shows a warning unless you pass the
-            result of `fidelity_report` for your model.
+            merges pairs of consecutive layers. For each older token, the two layers of such a pair
+            share one direction (unit vector) of the keys. The two layers also share one direction
+            of the values. With `MiniCache(values_only=True)`, they share only directions of values.
+            Merging layers loses more accuracy than 3-bit codes. Merging shows a warning unless you
+            pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
