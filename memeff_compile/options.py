@@ -637,8 +637,11 @@ class Options:
 
     @property
     def filter_level(self) -> float:
-        """Return the threshold of the gradient filter in the loss, which the option `eps` or `tau`
-        sets; 0 means the default.
+        """Return the threshold of the gradient filter that the option `linear_cross_entropy` names.
+
+        A gradient filter drops parts of the loss's gradients that are small. The option
+        `linear_cross_entropy_eps` or `linear_cross_entropy_tau` sets the threshold, depending on
+        the filter. If neither option is set, or no filter is on, the result is 0.
         """
         eps, tau = self.linear_cross_entropy_eps, self.linear_cross_entropy_tau
         levels = {"block": eps, "published": eps, "mass": tau}

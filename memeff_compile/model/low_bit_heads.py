@@ -177,7 +177,10 @@ def settings_of(low_bit_heads: int | Mapping[str, int]) -> dict[str, int]:
 
 
 def full_heads_again(model: nn.Module) -> Undone:
-    """Make attention use unrounded queries, keys and values again, for `undo`."""
+    """Make attention use unrounded queries, keys and values again.
+
+    `memeff_compile.undo` calls this function to undo `use_low_bit_heads_`.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     found: dict[str, str] = {}

@@ -16,7 +16,7 @@ def undo(model: nn.Module) -> Changes:
 
     The function undoes:
 
-    - compiled calls, of the model and of modules inside it;
+    - the compilation of the model, and of modules inside it, with the backend `memeff`;
     - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
     - attention with low-bit heads;
     - compressed weights, and linear layers that `ternarize_` changed. Compressed and ternary

@@ -254,8 +254,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
     """Return a Decline if the decoded keys and values have to be computed anyway, otherwise None.
 
-    The reasons are another node that reads them, or a node that writes to memory before the new
-    attention op would read it.
+    They have to be computed if another node than this attention reads them. They also have to be
+    computed if a node writes to them, or to the cache, before attention reads them.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):

@@ -31,8 +31,8 @@ Logits without a loss are also not deferred in these cases:
 
 - the graph itself reads or writes the logits;
 - gradients are off;
-- the output projection has at most four times as many outputs as inputs, as layers inside a model
-  do;
+- the linear layer has at most four times as many outputs as inputs (it may then be a layer inside
+  the model);
 - a graph break follows.
 
 If the pass declines to defer logits, the report names the reason.

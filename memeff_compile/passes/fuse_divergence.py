@@ -232,8 +232,8 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Yield a Decline if a `kl_div` reads an output projection's log-probabilities in a form that
-    the pass does not recognise."""
+    """Yield a Decline if a `kl_div` that the pass does not recognise reads an output projection's
+    log-probabilities."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
     if any(isinstance(side, Soft) for side in sides):

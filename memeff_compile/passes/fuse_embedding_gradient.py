@@ -9,18 +9,18 @@ The op adds the embedding's gradient to the output projection's gradient of the 
 
 C is a view of the table W (the weight). memeff::embedding_tied returns both C and the looked-up
 rows x. So the op's backward pass gets the gradient of x and the output projection's gradient of C.
-The backward pass adds the gradient of x to the rows of the gradient of C, in place. The in-place
-addition saves an fp32 buffer as large as the table (V x D), to which Inductor would scatter the
-gradient of x.
+The backward pass adds the gradient of x to the rows of the gradient of C, in place. Inductor would
+instead scatter the gradient of x to an fp32 buffer as large as the table (V x D). The in-place
+addition needs no such buffer.
 
 Several lookups in one table (encoder and decoder) form a chain: each lookup takes the table that
 the previous lookup returned. If other nodes use the table, autograd adds the gradients of these
 uses as usual.
 
 If a large 16-bit table has no fused output projection in the same graph, its lookup becomes
-memeff::embedding. The backward pass of this op writes the 16-bit gradient without the fp32 buffer.
-The lookup of an fp32 table without a fused output projection is not rewritten: the buffer to which
-Inductor scatters is already the gradient.
+memeff::embedding. The backward pass of this op writes the 16-bit gradient directly, without an fp32
+buffer as large as the table. The lookup of an fp32 table without a fused output projection is not
+rewritten: the buffer to which Inductor scatters is already the gradient.
 
 If DTensor splits a table over ranks by rows, DTensor builds the gradient of the whole table, in the
 table's dtype, on every rank. So the pass rewrites the lookup of every large split table. Each rank
@@ -208,8 +208,10 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether the table is split over ranks, so that the rewritten graph may send the
-        table's gradients between ranks.
+        """Return whether the table is a DTensor.
+
+        The inserted nodes may then exchange looked-up rows or gradients between ranks. So either
+        all ranks must insert these nodes, or no rank may insert them.
         """
         return compat.is_dtensor(info.value(match.weight))
 

@@ -144,8 +144,11 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether an op in the checkpoint body computed a value that the checkpoint does not
-    save."""
+    """Return whether an op in the checkpoint body computes the value of `node` without saving it
+    for the backward pass.
+
+    Views may lie between the op and `node`, if no other node reads the op's result.
+    """
     while (call := call_of(node, *_VIEWS)) is not None:
         node = call.args["self"]
         if len(node.users) != 1:

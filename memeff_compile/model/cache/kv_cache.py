@@ -62,10 +62,11 @@ class KVCache(Cache):
 
     Args:
         config: the model's config.
-        max_cache_len: the largest number of tokens that fit into the cache. On a CPU, appending
-            more tokens raises an error. On a GPU, there is no error, because the CPU does not know
-            how many tokens the cache contains. Instead, the logits of tokens that do not fit are
-            nan.
+        max_cache_len: the largest number of tokens that fit into the cache. A single call with more
+            tokens raises an error. On a CPU, an error is also raised if several calls together
+            have more tokens. On a GPU, there is no error in this case, because the CPU does not
+            know how many tokens the cache contains. Instead, the logits of tokens that do not fit
+            are nan.
         bits: 16 (exact), 8, 4, 3 or 2.
         value_bits: the bits of values, if values should have fewer bits than keys; by default the
             same number.
@@ -80,9 +81,10 @@ class KVCache(Cache):
             and scales ignore padding.
         merge: None, `"minicache"`, or a `MiniCache` with settings. With the last two, the cache
             merges pairs of consecutive layers. For each older token, the two layers of such a pair
-            share one direction (unit vector) of the keys. They share another direction of the
-            values. Merging layers loses more accuracy than 3-bit codes. Merging shows a warning
-            unless you pass the result of `fidelity_report` for your model.
+            share one direction (unit vector) of the keys. The two layers also share one direction
+            of the values. With `MiniCache(values_only=True)`, they share only directions of values.
+            Merging layers loses more accuracy than 3-bit codes. Merging shows a warning unless you
+            pass the result of `fidelity_report` for your model.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -401,12 +403,13 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Replace each pair of the cache's layers that can be merged by a pair of merged layers.
+    """Replace pairs of layers in the list `layers` by pairs of merged layers.
 
-    Layers before the start layer of `merge`, and from its end layer on, stay as they are. The two
-    new layers share the directions (unit vectors) of their older tokens' keys and values. Two
-    layers form a pair if they are consecutive among the layers that attend to all tokens. A layer
-    with a sliding window that lies between the two layers stays exact.
+    The two merged layers of a pair share the directions (unit vectors) of their older tokens' keys
+    and values. With `merge.values_only`, they share only the directions of the values. Two layers
+    form a pair if they are consecutive among the layers that attend to all tokens. A layer with a
+    sliding window that lies between the two layers stays exact. Layers before the start layer of
+    `merge`, and from its end layer on, are not merged.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [
@@ -637,10 +640,10 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Undo `use_kv_cache_` for every transformers model inside a model, as a part of the function
-    `undo`.
+    """Make `generate` of every transformers model inside a model create the caches of transformers
+    again.
 
-    `generate` of these models then creates the caches of transformers again.
+    `memeff_compile.undo` calls this function to undo `use_kv_cache_`.
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():

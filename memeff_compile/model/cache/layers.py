@@ -246,9 +246,9 @@ class ExactLayer(AsTheyCome):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error for tokens that do not match the cache, or do not fit after its tokens.
 
-        If the cache is on a GPU, the CPU does not know how many tokens the cache contains. The same
-        is true in a compiled graph on any device. In these two cases, the method does not check
-        whether the new tokens fit.
+        For a cache on a GPU, and in compiled graphs, the CPU does not know the cache's number of
+        tokens. Then the method does not check whether new tokens fit after the cache's tokens. The
+        method still checks whether the new tokens alone would fit into an empty cache.
         """
         super().require_like(key_states, value_states)
         if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
@@ -514,10 +514,10 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors that align the two layers of a merged pair, or an empty tuple if this
-        layer is not merged.
+        """Return the tensors that align this layer with the other layer of its merged pair.
 
-        These tensors are the last arguments of the cache ops.
+        These tensors are the last arguments of the cache ops. The result is empty if the layer has
+        no such tensors.
         """
         return ()
 
@@ -537,8 +537,10 @@ class CodedLayer(InPlace):
         return 0 if self.is_empty else self.counts[op_folder.LENGTH]
 
     def keeps(self, remove: int) -> str | None:
-        """Return the reason why the last `remove` tokens cannot be removed, or None; the tokens may
-        already be encoded."""
+        """Return the reason why the last `remove` tokens cannot be removed, or None.
+
+        Tokens that are already encoded or merged cannot be removed.
+        """
         if remove == 0 or self.is_empty:
             return None
         length, coded = int(self.counts[op_folder.LENGTH]), int(self.counts[op_folder.CODED])

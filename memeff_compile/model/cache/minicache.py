@@ -78,7 +78,8 @@ class MiniCache:
         align: `heads` takes three steps before the merge. Each layer's mean is subtracted from
             its keys and values. The heads of the two layers are paired. The upper layer's vectors
             are rotated towards the lower layer's. The rotations are fitted to the first tokens that
-            the cache gets. `none` merges without these three steps, as the paper does.
+            the cache gets. `none` merges the layers as the paper does: without subtracting means,
+            without pairing heads, and without rotating vectors.
         rule: how one direction is computed from two. `slerp` takes a point on the arc between
             them, and `average` their weighted mean. `max_norm` takes the direction of the
             longer vector.
@@ -100,12 +101,14 @@ class MiniCache:
         values_only: merge only values. Each layer then stores codes of its own keys. No values stay
             unmerged, except those of the first tokens, and `gamma`, `retained` and `reading`
             have no effect.
-        fidelity: the result of `fidelity_report` for the model. Without this report, creating a
-            cache with merged layers shows a warning. Without it, creating the cache also raises an
-            error if two layers are not adjacent and their keys would be merged. With this report,
-            the cache raises an error for a pair of layers whose mean cosine is below the threshold
-            `ALIKE`. The report's rotations are used if the cache's first tokens are too few to fit
-            rotations.
+        fidelity: the result of `fidelity_report` for the model. Without a fidelity report, creating
+            a cache with merged layers shows a warning. Without a fidelity report, merging the keys
+            of two layers that are not adjacent raises an error.
+            With a fidelity report, creating the cache raises an error if it would merge keys or
+            values that are not similar. They are similar if the mean cosine between the two layers'
+            aligned vectors is at least 0.5. With `align="none"`, the vectors are compared without
+            alignment. The report's rotations are used if the cache's first tokens are too few to
+            fit rotations.
         force: merge the layers even if the report is missing or shows that they are not similar,
             and without a warning.
 

@@ -248,7 +248,9 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
 
 
 def unsquare(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Restore every activation that `square` replaced, for `undo`.
+    """Restore the activation functions that `square` replaced.
+
+    `memeff_compile.undo` calls this function.
 
     Returns:
         The restored activation function of each MLP, by path, and the reason for each activation

@@ -42,8 +42,7 @@ class PackedTernaryConfig(QuantizationConfigMixin):
         self.norm_eps, self.low_bit_heads = norm_eps or {}, low_bit_heads or {}
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
-        """Return a value by key, like a dictionary, because from_pretrained treats a config as
-        one."""
+        """Return a value by key, because from_pretrained treats a config like a dictionary."""
         return getattr(self, name, default)
 
 

@@ -50,7 +50,8 @@ _PARTS = {
 
 
 def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
-    """Rotate the hidden states of a dense model in place, so that quantisers lose less.
+    """Rotate the hidden states of a dense model in place, so that quantising them causes smaller
+    errors.
 
     The function returns the model. The logits stay the same, up to rounding. Call this function
     before `ternarize_(model, "a4.8")` and before you create the optimizer. The model must have
@@ -89,8 +90,8 @@ def rotation(size: int, seed: int = 0) -> Tensor:
     """Return an orthogonal fp64 matrix: random signs times a Kronecker product.
 
     The product's first factor is a Hadamard matrix. The matrix has as many rows as the largest
-    power of two that divides `size`. The second factor is a random rotation of the remaining
-    size.
+    power of two that divides `size`. The second factor is a random orthogonal matrix. Its number
+    of rows is `size` divided by this power of two.
     """
     draw = torch.Generator().manual_seed(seed)
     power = size & -size

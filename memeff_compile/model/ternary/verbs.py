@@ -241,7 +241,10 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 def dense_again(model: nn.Module) -> Undone:
     """Turn the linear layers that `ternarize_` made back into dense linear layers with the same
-    parameters, for `undo`."""
+    parameters.
+
+    `memeff_compile.undo` calls this function.
+    """
     made: dict[nn.Module, nn.Module] = {}
     found: dict[str, str] = {}
     left: dict[str, str] = {}

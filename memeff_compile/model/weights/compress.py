@@ -87,7 +87,8 @@ class CompressedWeight:
 
     @property
     def bits(self) -> float:
-        """Return the bits per weight, counting all tensors that encode it."""
+        """Return the number of bits per element of this weight, counting all of its coded
+        tensors."""
         return _bits([self])
 
 
@@ -95,7 +96,8 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    `str()` has one line for all weights with the same result; `to_json()` has one entry per weight.
+    In `str()`, weights with equal shapes and results share one line if their names differ only in
+    numbers. `to_json()` has one entry per weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -128,7 +130,7 @@ class CompressionReport(VerbReport):
 
     @property
     def bits(self) -> float:
-        """Return the average bits per weight, over all compressed weights."""
+        """Return the average number of bits per element, over all compressed weights."""
         return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
@@ -225,10 +227,10 @@ def compress_(
     """Compress the weights of a model's linear layers in place.
 
     The function compresses those bf16 weights that only `nn.Linear` modules use. With `layers`,
-    you can name more classes. With `mantissa=7`, the default, this compression is lossless. If
-    the input has only a few tokens, the kernel of the matrix product decodes the weight itself. The
-    kernel then adds up the products in another order than a dense matrix product does. Call this
-    function before you create an optimizer and before you compile the model.
+    you can name more classes. With `mantissa=7`, the default, this compression is lossless. In
+    inference on a GPU with inputs of a few tokens, one kernel decodes a `win4` weight and
+    multiplies. This kernel adds up the products in another order than a dense matrix product does.
+    Call this function before you create an optimizer and before you compile the model.
 
     Args:
         model: any module, possibly wrapped by PEFT, on the device where it will run.
@@ -247,9 +249,10 @@ def compress_(
             "Embedding". Conv1D and Embedding decode the whole weight in each call. If the output
             projection shares its weight with the embedding, name both "Linear" and "Embedding",
             and set `skip=()`.
-        inputs: for lossy compression, example inputs of the model. Each run is a mapping of keyword
-            arguments, a tuple or list of arguments, or a single argument. A single mapping or
-            tensor is one run. With `inputs`, weights are rounded so that their products with such
+        inputs: for lossy compression, example inputs of the model, as a list with one entry per
+            call of the model. An entry is a mapping of keyword arguments, a tuple or list of
+            arguments, or a single argument. For a single call, you can also pass its mapping or
+            tensor directly. With `inputs`, weights are rounded so that their products with such
             inputs are more precise, at the same number of bits. For this, the model runs eagerly,
             without gradients, in eval mode.
         progress: whether to show a progress bar (with tqdm, if it is installed); None shows it only
@@ -459,9 +462,11 @@ def decompress_(model: nn.Module) -> Changes:
 
 @torch.no_grad()
 def dense_again(model: nn.Module) -> Undone:
-    """Replace losslessly compressed weights by dense ones, for `undo`.
+    """Replace losslessly compressed weights by dense ones.
 
-    Lossily compressed weights stay compressed, and the result gives the reason.
+    `memeff_compile.undo` calls this function. Some weights stay compressed, and the result gives
+    the reasons. These are lossily compressed weights, weights with hooks, and weights that FSDP has
+    gathered.
     """
     found: dict[str, str] = {}
     left: dict[str, str] = {}

@@ -27,7 +27,8 @@ def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa:
 
     Raises:
         OptionError: `name` is the path of a file instead of a folder.
-        CodedWeightError: The folder is damaged, or belongs to another model or another release.
+        CodedWeightError: The folder is damaged, has an unsupported format version, or does not
+            match the model.
         MemeffError: The package transformers is missing.
 
     Example:

@@ -467,9 +467,10 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """Move the variable-length lists in the codes of all weights to larger shared allocations.
+        """If a list of a compressed weight has outgrown its memory, move the lists of all weights.
 
-        Nothing moves unless the list of at least one weight has outgrown its memory.
+        A list is a coded tensor whose length depends on the weight's values. All lists move into a
+        few new allocations, in which each list has spare memory at its end.
         """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)

@@ -100,7 +100,7 @@ class MemeffConfig(QuantizationConfigMixin):
     ) -> Theirs:
         """Create the configuration from its entry in config.json.
 
-        Raise CodedWeightError if another release wrote the entry.
+        Raise CodedWeightError if the entry has an unsupported format version.
         """
         if config_dict.get("version", VERSION) != VERSION:
             raise CodedWeightError(
@@ -122,8 +122,7 @@ class MemeffConfig(QuantizationConfigMixin):
         return said
 
     def get(self, name: str, default: object = None) -> Theirs:
-        """Return a value by key, like a dictionary, because from_pretrained treats a config as
-        one."""
+        """Return a value by key, because from_pretrained treats a config like a dictionary."""
         return getattr(self, name, default)
 
 
@@ -190,9 +189,10 @@ class MemeffQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return the conversions from tensors in the saved folder to weights of the model.
 
-        If the folder contains a compressed model, its tensors already have the names of the model's
-        parameters, so no other conversions are needed. If the folder contains a dense model, the
-        model's own conversions are kept.
+        If the folder contains a dense model, the model's own conversions are returned. If the
+        folder contains a compressed model, its tensors already have the names of the model's
+        parameters. Then a single conversion is returned, which joins the coded tensors of each
+        weight.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions

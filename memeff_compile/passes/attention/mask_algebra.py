@@ -105,13 +105,13 @@ class Linear:
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the smallest value of the sum over all indices of a given shape.
+        """Return the smallest value that this sum takes at any index of a given shape.
 
         Return None if the value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value of the sum over all indices of a given shape.
+        """Return the largest value that this sum takes at any index of a given shape.
 
         Return None if the value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times > 0)
@@ -352,7 +352,7 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to each part of the formula `scalar`, and return the simplified result.
 
-    A part is a subformula, a sum, or an index at which an element is read."""
+    A part is a subformula, a sum (`Linear`), an element (`Read`), or an index of an element."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))

@@ -196,7 +196,8 @@ def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
     """Add a bound to the mask's conditions (`Form`); if they already bound the same index, keep the
     stricter of the two bounds.
 
-    If it is not known which bound is stricter, the new bound is added to `rest`.
+    If it is not known which bound is stricter, the new bound is added to the field `rest`, which
+    contains other conditions.
     """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):

@@ -483,9 +483,10 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return the elements of an index tensor as a `Linear`: a sum of the result's axis indices.
+    """Return the formula (a `Linear`) that gives an index tensor's element.
 
-    The indices must not be negative, that is, must not count from the end."""
+    The formula is a sum of axis indices of the indexing op's result. The tensor's elements must not
+    be negative, that is, must not count from the end."""
     total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))

@@ -56,9 +56,10 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
     """Return the node after which a table can be computed, and the graph of this node.
 
     A table is the mask's condition on each key or query. The returned node is the last of the nodes
-    that the table reads, or None if it reads none. Return a single None if the table reads a node
-    outside of the graph of `info` and its enclosing graphs. Also return None if the graph may write
-    to a tensor between the mask's read of this tensor and the returned node.
+    that the table reads, or None if it reads none. If the table cannot be computed, return None
+    instead of the pair of node and graph. The table cannot be computed if it reads a node outside
+    of the graph of `info` and the graphs around that graph. It also cannot be computed if a tensor
+    may be written between the mask's read and the table's read.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

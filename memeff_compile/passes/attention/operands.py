@@ -58,7 +58,7 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """Return all sizes in the views' arguments that are lists, such as target shapes."""
+        """Return all sizes in the lists among the views' arguments, such as target shapes."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 

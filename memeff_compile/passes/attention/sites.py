@@ -678,10 +678,12 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return `masking`, with its `dtype` set to None if a cast changes the number that hides keys.
+    """Return `masking`; if a cast after the mask may change the scores of hidden keys, set the
+    field `dtype` of the result to None.
 
-    Such a cast comes after the mask, and turns the number into minus infinity. `casts` are the
-    dtypes of all casts between the mask and the softmax.
+    The mask gives hidden keys scores that are large negative numbers. A cast to a dtype of a
+    smaller range may turn these numbers into minus infinity. `casts` are the dtypes of all casts
+    between the mask and the softmax.
     """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max

@@ -256,11 +256,11 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a given node and the nodes that surrounding graphs pass for it, each with its graph.
+    """Return a list of nodes, each with its graph, that starts with `node`.
 
-    If the node is an input of an activation checkpoint's body, the surrounding graph passes another
-    node for this input. The list continues with that node, then with the node that the next
-    surrounding graph passes."""
+    The node `node` may be an input of an activation checkpoint's body. Then the next entry is the
+    node that the surrounding graph passes as this input. If that node is also such an input, the
+    list continues in the same way."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)

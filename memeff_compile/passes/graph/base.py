@@ -52,8 +52,10 @@ def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
 
 @dataclass(frozen=True)
 class Gain:
-    """The bytes of the tensors that a rewrite affects, before and after the rewrite, as formulas in
-    sizes.
+    """The bytes of the tensors that a rewrite affects, before and after the rewrite.
+
+    `before` and `after` are formulas. Their variables are sizes, such as the number of tokens.
+    `sizes` gives the value of each variable by its name.
     """
 
     before: sympy.Expr
@@ -124,8 +126,10 @@ class GraphPass(ABC):
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
-        """Return the nodes of a match; if `memeff.skip` names the module of one of them, the match
-        is skipped."""
+        """Return the nodes that stand for a match.
+
+        If `memeff.skip` names the module of one of these nodes, the match is skipped.
+        """
         return [match]
 
     def anchor(self, match: Any) -> Node:
