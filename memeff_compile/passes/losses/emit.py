@@ -3,9 +3,9 @@
 Also insert the few ATen nodes that compute each loss from the call's results.
 
 Losses and other results of the logits (tails) may share one call of the fused op. These tails must
-have equal rows (tokens), scale, softcap, bias and targets. The fused op returns one number per row.
-ATen nodes then apply reductions, class weights, label smoothing and casts to these numbers. The
-inner compiler fuses these nodes.
+have equal rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label
+smoothing and casts remain ATen nodes that operate on one number per row. The inner compiler fuses
+these nodes.
 """
 
 from __future__ import annotations
