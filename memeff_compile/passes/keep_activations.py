@@ -12,7 +12,8 @@ The pass changes neither results nor nodes: it gives the checkpoint a policy, li
 backward pass may read values that linear steps, such as the rotary embedding, compute from a
 linear layer's result. If the backward pass does not read the result itself, the checkpoint saves
 the values of the linear steps instead. The backward pass then does not recompute the linear steps
-either. If these values are larger than the result, the checkpoint saves the result.
+either. If the values of the linear steps are larger than the result, the checkpoint saves the
+result.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
 per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's

@@ -515,7 +515,7 @@ class TailReader:
         """Return whether a sum or mean has a supported form.
 
         The sum or mean must be over a single dimension, or over all dimensions (if `reduction` is
-        not 0). It must be computed in its operand's dtype or a wider dtype."""
+        not 0). The sum or mean must be computed in its operand's dtype or a wider dtype."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False

@@ -278,9 +278,9 @@ def _fake_quantized(
     """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation. If the mask is applied before, x is usually the tensor before
-    the mask. `wanted` is the tensor that the caller expects as x. If `wanted` is the masked tensor,
-    x is the masked tensor.
+    before or after the quantisation. If the graph quantises a masked tensor, x is usually the
+    tensor without the mask. `wanted` is the tensor that the caller expects as x. If `wanted` is the
+    masked tensor, x is the masked tensor.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
