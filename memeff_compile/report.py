@@ -624,11 +624,11 @@ class Report(VerbReport):
     def _next(self) -> str:
         """Return suggestions for the user.
 
-        If a function reached PyTorch's limit of graphs, advice on this limit comes first. PyTorch
-        runs later calls that need another graph without compilation. Then follows the hint of the
-        most important record. An error of a pass takes precedence over a loss that was not fused.
-        This loss takes precedence over the declined match that would save the most memory. Advice
-        on reads of deferred logits follows.
+        If a function reached PyTorch's limit of graphs, advice on this limit comes first. If a
+        later call of the function needs another graph, PyTorch runs this call without compilation.
+        Then follows the hint of the most important record. An error of a pass takes precedence over
+        a loss that was not fused. This loss takes precedence over the declined match that would
+        save the most memory. Advice on reads of deferred logits follows.
         """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]

@@ -417,7 +417,8 @@ def mark_varying(tensor: torch.Tensor, dim: int) -> None:
 
 def functions_over_limit() -> int:
     """Return how many times Dynamo gave a function up in this process, because its number of graphs
-    had reached the limit. Such a function runs without compilation from then on.
+    had reached the limit. If a later call of such a function needs another graph, PyTorch runs the
+    call without compilation.
     """
     from torch._dynamo.utils import counters
 

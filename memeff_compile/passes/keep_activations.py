@@ -11,8 +11,9 @@ The pass changes neither results nor nodes: it gives the checkpoint a policy, li
 (with their log-sum-exps) and of linear layers. Everything else is recomputed as before. The
 backward pass may read values that linear steps, such as the rotary embedding, compute from a
 linear layer's result. If the backward pass does not read the result itself, the checkpoint saves
-the values of the linear steps instead. These values must not be larger than the result. The
-backward pass then does not recompute the linear steps either.
+the values of the linear steps instead. The backward pass then does not recompute the linear steps
+either. If the values of the linear steps are larger than the result, the checkpoint saves the
+result.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
 per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's
@@ -206,8 +207,8 @@ def _unserved(info: GraphInfo) -> Decline | None:
 def _readable(info: GraphInfo) -> Iterator[Product]:
     """Yield the results that a graph, such as a checkpoint's body, could save.
 
-    If analysing a node raises an error, the node is skipped, because the pass's search in that
-    graph reports the error.
+    This function skips a node if analysing the node raises an error. When the method `find`
+    searches the graph, the same error is raised and reported.
     """
     for node in info.gm.graph.nodes:
         with suppress(Exception):
@@ -295,9 +296,10 @@ def _readers(linear: Node) -> list[Node]:
 
 
 def _is_step(node: Node, made: Collection[Node]) -> bool:
-    """Return whether a call is a linear function of the values that come from a node.
+    """Return whether `node` is a linear step: a linear function of values in `made`.
 
-    The backward pass of such a call does not read these values.
+    `made` contains a linear layer's result and the linear steps that are already known. The
+    backward pass of a linear step does not read these values.
     """
     calls = read(node)
     if calls is None or any(call.op not in _STEPS for call in calls):
@@ -309,10 +311,11 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops whose backward pass may read the values that `node` gets.
+    """Return the ops whose backward pass may read the operands of `node`.
 
     Usually this is only the node's own op. The backward pass of a reshape or an addition reads no
-    operand. For such a node (an op in `_PASSED_ON`), return the ops of its users instead.
+    operand. For such a node (an op in `_PASSED_ON`), return the ops of its users instead, which
+    read the result of the reshape or addition.
     """
     found: list[Any] = []
     ways, seen = [node], {node}
@@ -328,9 +331,10 @@ def _ends(node: Node) -> list[Any]:
 
 
 def _without_moves(node: Node, linear: Node) -> Node:
-    """Return the earliest node, from `linear` on, that has the same values as `node`.
+    """Return the earliest node, from `linear` on, that contains all values of `node`.
 
-    The nodes between them only move values, or cast values without a change of dtype.
+    The nodes after the returned node, up to `node`, only move or select values, or are casts to the
+    dtype that the values already have.
     """
     while node is not linear:
         calls, source = read(node), node.all_input_nodes[0]
@@ -347,9 +351,9 @@ def _is_made_op_by_op(value: torch.Tensor) -> bool:
     """Return whether an attention result comes from PyTorch's unfused implementation, which ends in
     a plain matrix product.
 
-    PyTorch chooses the kernel of an attention call when Dynamo traces the call, for example under
-    `sdpa_kernel`. If the passes plan for a GPU that this machine does not have, the kernel that
-    PyTorch would choose is unknown.
+    PyTorch chooses the kernel of an attention call when Dynamo traces the call. A surrounding
+    `sdpa_kernel` context, for example, restricts the choice. If the passes plan for a GPU that this
+    machine does not have, the kernel that PyTorch would choose is unknown.
     """
     made = value.grad_fn if where_it_runs(value.device).type == value.device.type else None
     while made is not None and any(each in made.name() for each in ("View", "ToCopy")):

@@ -63,8 +63,9 @@ class KeepRotaryTables(GraphPass):
         return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
-        """Give the nodes that read a table a view of the table instead; the view has the same
-        layout."""
+        """Insert a view of each table, and make the nodes that read the table read the view.
+
+        The view has the same layout as the table."""
         readers = 0
         for table in match:
             users = _readers(table)

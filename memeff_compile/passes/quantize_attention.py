@@ -119,8 +119,8 @@ class QuantizeAttention(GraphPass):
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all calls with the same arguments, then a Decline for each call that
-        cannot be rewritten."""
+        """Yield one match for each group of calls that are rewritten in the same way, then a
+        Decline for each call that cannot be rewritten."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}

@@ -14,7 +14,8 @@ mask. This must be proved for all sizes for which the graph is compiled.
 
 PyTorch's call has no arguments for padding, packed sequences, windows and softcaps. The values of
 some masks are known only at run time. In these cases, the pass calls memeff::attention, if that op
-has a kernel for the device. All other attention calls are reported and not changed.
+has a kernel for the device. If neither PyTorch's call nor memeff::attention fits, the pass reports
+the attention call and does not change it.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class Match:
 
 
 class RecoverAttention(GraphPass):
-    """The pass that replaces attention with a dense mask by calls that PyTorch's fast kernels
-    support. The kernel that PyTorch chooses for the new call determines which buffers a rewrite
-    avoids.
+    """The pass that rewrites attention calls with dense masks into calls that PyTorch's fast
+    kernels support. The kernel that PyTorch chooses for the new call determines which buffers a
+    rewrite avoids.
     """
 
     name = "recover_attention"
@@ -285,8 +286,9 @@ def _read_mask(
 ) -> Mask | None:
     """Return the condition under which a mask lets a query attend to a key.
 
-    If `is_folded` is set, the mask has three axes: batch (with one head), queries and keys. The
-    returned condition uses the four axes of attention calls, which include heads."""
+    If `is_folded` is set, the attention has one head, and the mask has three axes: batch, queries
+    and keys. The returned condition uses the four axes of attention calls: batch, heads, queries
+    and keys."""
     if not is_folded:
         return reader_of(info).mask(node, shape)
     mask = reader_of(info).mask(node, (shape[0], *shape[2:]))

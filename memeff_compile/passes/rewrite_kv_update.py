@@ -9,11 +9,12 @@ This op reads only the filled part of the cache.
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
 The pass keeps the in-place writes to the cache, in their order. `last` contains, for each query,
-the index of the last key that the query may attend to. So for every boolean mask the result equals
-attention over the whole cache. If the mask compares key indices with the positions of the queries,
-`last` is computed from these positions on the device. The mask is then removed. Any other boolean
-mask, such as the one that generate() builds outside of the graph, is passed to
-memeff::kv_cache_attention. In this case, `last` is computed from the mask once per forward pass.
+the index of the last key that the query may attend to. Later keys do not affect the result. So for
+every boolean mask, the result equals that of attention over the whole cache with this mask. If the
+mask compares key indices with the positions of the queries, `last` is computed from these positions
+on the device. The mask is then removed. Any other boolean mask, such as the one that generate()
+builds outside of the graph, is passed to memeff::kv_cache_attention. In this case, `last` is
+computed from the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -60,8 +61,11 @@ class Cache:
 
 @dataclass(frozen=True)
 class Visible:
-    """The keys that queries may attend to: the keys up to `bound` - `minus`, or the keys that a
-    mask makes visible.
+    """The keys that each query may attend to.
+
+    If `mask` is given, these are the keys that the mask makes visible. Otherwise, the query may
+    attend to the keys up to the index `bound` - `minus`. `bound` is a tensor with one position per
+    query, and `minus` is 0 or 1.
     """
 
     mask: Node | None
@@ -464,8 +468,8 @@ def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node
 
 
 def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
-    """Return `cache.index_copy_(2, positions, new)` or `cache[:, :, positions] = new` as a
-    write."""
+    """If a node is `cache.index_copy_(2, positions, new)` or `cache[:, :, positions] = new`, return
+    the node, `new` and `positions`, otherwise return None."""
     call = call_of(node, aten.index_copy_.default)
     if call is not None:
         is_along_keys = call.args["dim"] in (2, -2)

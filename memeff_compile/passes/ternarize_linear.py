@@ -406,8 +406,8 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
     """Return the activation functions that follow a gate and an up projection.
 
     The caller makes the backward pass recompute the results of both projections and of these
-    functions. Return None if the group is no such pair of projections, or if `memeff.ternary_gate`
-    asks to keep the results. Inside a checkpoint, also return None, because the checkpoint
+    functions. Return None if the group is no such pair of projections, or if the option
+    `memeff.ternary_gate` is "keep". Inside a checkpoint, also return None, because the checkpoint
     recomputes the results anyway.
     """
     if info.options.ternary_gate != "recompute" or info.parent is not None:

@@ -121,7 +121,7 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
-            low-bit codes. With 16 bits and `values_only`, layers are not merged.
+            low-bit codes. With 16 bits, a `MiniCache` that merges only values merges no layers.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
 

@@ -370,10 +370,10 @@ def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
 def _parameters(
     inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
 ) -> tuple[list[str], str]:
-    """Return the paths of parameters in the model, and the path of one module.
+    """Return the paths of parameters in the model, and the path of the module to whose forward the
+    graph belongs.
 
-    This is the module to whose forward the graph belongs. After a graph break, Dynamo calls that
-    module `self`.
+    After a graph break, Dynamo calls that module `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):

@@ -75,7 +75,8 @@ def _compressed(
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
     `write` contains one letter for each line of user code that applies the setting, such as
-    "c {} S m". `LINES` has the line for each letter. The first letter of the codec replaces `{}`.
+    "c {} S m". `LINES` has the line for each letter. In `write`, the first letter of the codec's
+    name replaces `{}`.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -272,7 +273,7 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters and buffers."""
+    """Return a copy of a model; the copy uses the parameters and buffers of the original."""
     return copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
 
 

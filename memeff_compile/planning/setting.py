@@ -95,8 +95,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a step, either with or without the passes, from which `moments` computes the
-    memory for a `Setting`."""
+    """The bytes of the tensors that exist during a step, as formulas in batch size and length.
+
+    The step runs either with or without the passes. From these formulas, `moments` computes the
+    memory that a step needs with a given `Setting`, such as an optimizer."""
 
     facts: Facts  # bytes of weights
     moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length

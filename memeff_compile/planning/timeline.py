@@ -82,7 +82,8 @@ def kind_of(node: Node) -> str:
 def writes_to_an_input(node: Node) -> bool:
     """Return whether an op writes to one of its arguments.
 
-    The op's result then uses the argument's memory, if no later node reads the argument.
+    In the graph, PyTorch has wrapped such an op so that it returns the written argument as a new
+    tensor. If no later node reads the argument, this new tensor uses the argument's memory.
     """
     return getattr(node.target, "__name__", "").startswith("auto_functionalized")
 

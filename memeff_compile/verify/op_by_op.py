@@ -94,7 +94,10 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
-    """Copy a graph and its nested graphs. With `wide`, casts in the copies are to float64."""
+    """Copy a graph and its nested graphs.
+
+    With `wide`, float64 replaces narrower floating-point dtypes in the copies' casts, and in calls
+    that create tensors. The copies then have no autocast regions."""
     graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):

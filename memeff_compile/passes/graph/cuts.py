@@ -104,7 +104,8 @@ def _updated(info: GraphInfo) -> dict[Node, int]:
 def block_of(node: Node) -> str:
     """Return the path of the block that contains a node, such as `model.layers.3`, or "".
 
-    If a call of an activation checkpoint is outside of all blocks, return the call's name.
+    A node outside of all blocks may call a nested graph, as an activation checkpoint does. For such
+    a node, return the name of the node itself.
     """
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
@@ -295,7 +296,10 @@ def return_from_partition(node: Node) -> None:
 
 
 def return_if_read(node: Node) -> None:
-    """Undo `return_from_partition`: return a node only if a later partition reads it."""
+    """Undo `return_from_partition` for a node.
+
+    The node then is an output of its partition only if a later partition, or the output of the
+    whole graph, reads the node."""
     node.meta.pop(_RETURNED, None)
 
 

@@ -90,8 +90,10 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the given nodes, except those at which an earlier search of this pass raised an
-        error.
+        """Yield the given nodes, except nodes that made an earlier search fail.
+
+        A pass searches the graph again if its search raised an error. The new search leaves out the
+        node at which the error was raised.
         """
         outer = self.candidate
         for node in candidates:

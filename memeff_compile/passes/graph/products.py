@@ -3,8 +3,8 @@ canonical form.
 
 Each axis of a tensor has a letter, as in einsum. Two examples:
 
-    q @ k.transpose(-1, -2)                 has the letters "abyz,abzx->abyx"
-    torch.einsum("bhid,bhjd->bhij", q, k)   has the letters "bhid,bhjd->bhij"
+- The product `q @ k.transpose(-1, -2)` has the letters "abyz,abzx->abyx".
+- The product `torch.einsum("bhid,bhjd->bhij", q, k)` has the letters "bhid,bhjd->bhij".
 
 The product sums over the letter that both operands have and the result does not have. If an operand
 lacks a letter of the result, the operand is broadcast along the letter's axis. An operand that has

@@ -114,7 +114,8 @@ def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
 
     Without gradients, a layer's first normalization belongs to the partition of the previous layer.
     In that partition, the compiler fuses the normalization with the addition of the previous
-    layer's result to the residual, as in the whole graph.
+    layer's result to the residual. If the graph were not split, the compiler would fuse the two as
+    well.
     """
     nodes = candidates(info)
     allowed = crossed_by_tensors(info, nodes)

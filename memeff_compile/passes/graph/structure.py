@@ -31,8 +31,8 @@ def structure(
 
     Args:
         gm: the module of the graph.
-        inputs: the example values (real or fake tensors) for which the graph is compiled. For a
-            nested graph, this argument is None.
+        inputs: the example values (real or fake tensors) for which the graph is compiled, or None
+            for a nested graph.
         graph: a graph that reads the module's attributes; by default, the module's own graph.
     """
     places: dict[Node, int] = {}

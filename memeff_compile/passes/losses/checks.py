@@ -76,9 +76,10 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if the fused op cannot compute a result of logits that are split over ranks.
+    """Check the tails of an output projection whose logits are split over ranks.
 
-    Such a result (a tail) is a loss, or another value that the graph computes from the logits.
+    A tail is a loss, or another value that the graph computes from the logits. Return a Decline if
+    the fused op cannot compute one of the tails from split logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""

@@ -1,9 +1,9 @@
 """Recognize the op that PyTorch's `F.linear_cross_entropy(options=...)` calls.
 
-This op is an output projection and its loss in one node.
+This op is an output projection and its loss in one node. The reduction determines the op's name:
 
-    mean or sum: loss, *_ = torch_nn._linear_cross_entropy_batch_chunked(h, W, y, ...)
-    none: losses = torch_nn._linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)
+- With reduction "mean" or "sum": `loss, *_ = _linear_cross_entropy_batch_chunked(h, W, y, ...)`.
+- With reduction "none": `losses = _linear_cross_entropy_batch_chunked_no_reduction(h, W, y, ...)`.
 
 The options of `F.linear_cross_entropy` choose how many rows a chunk has and the precision of
 sums. These options do not change the mathematical result, so the pass ignores these options. The op
@@ -39,8 +39,10 @@ def is_chunked(tail: Tail) -> bool:
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Return an output projection and a loss that describe PyTorch's chunked op; both refer to the
-    op's node.
+    """Describe a call of PyTorch's chunked op as an output projection followed by a loss.
+
+    In the returned Tail, the projection and the loss have the same node, which has the op's loss.
+    If the pass does not support the call, return a Decline.
     """
     call = read_one(node)
     if call is None:

@@ -4,7 +4,8 @@ Also insert the few ATen nodes that compute each loss from the call's results.
 
 Losses and other results of the logits (tails) may share one call of the fused op. These tails must
 have equal rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label
-smoothing and casts remain ATen nodes over N numbers, which the inner compiler fuses.
+smoothing and casts remain ATen nodes that operate on one number per row. The inner compiler fuses
+these nodes.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     them, or None.
 
     The node comes before the group's last tail (a loss or another result of the logits). In the
-    original graph, losses may read the targets and weights only after this write.
+    original graph, a tail after this write reads the changed values. The fused op would read the
+    old values.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -248,8 +250,8 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
     """Return whether the fused op's forward pass also computes the gradients.
 
-    For this result, the call must have a single loss that is reduced to one number.
-    In an activation checkpoint, return False, because the forward pass runs twice there.
+    Return True only if the call has a single loss that is reduced to one number. In an activation
+    checkpoint, return False, because the forward pass runs twice there.
     """
     tail = group[0]
     hidden = info.tensor(tail.chain.head.hidden)

@@ -247,8 +247,8 @@ class HeadReader:
     """The reader of all chains (output projection and steps) in one graph; the reader analyses each
     node once.
 
-    The reader looks up in a table which ATen ops a node calls. With `tracing`, the reader runs a
-    node that the table does not contain on fake tensors. Such a run takes milliseconds per node.
+    The reader looks up in a table which ATen ops a node calls. If the table lacks a node's function
+    and `tracing` is set, the reader runs the node on fake tensors. Such a run takes milliseconds.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:

@@ -164,8 +164,9 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
-    """Return the reason why the outputs of a match cannot be deferred or removed, or None.
+    """Return the reason why graph outputs that return logits cannot be deferred or removed.
 
+    Deferred logits are computed only when they are first read. If there is no reason, return None.
     `way_out` is the remedy that the report names if no loss in the graph reads the logits.
     """
     if not outputs:
@@ -304,9 +305,10 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return the memory layout of the given outputs, if deferred logits can reproduce this layout.
+    """Return the memory layout of the given outputs, if deferred logits can have the same layout.
 
-    Otherwise return the reason why deferred logits cannot reproduce it.
+    Deferred logits are computed only when they are first read. If they cannot have this layout,
+    return the reason.
     """
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)
@@ -338,8 +340,11 @@ def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
 def rewrite(
     info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
 ) -> tuple[list[DeferredOutput], list[Note]]:
-    """Replace returned logits by hidden states or None; return the plan from which the backend
-    makes deferred logits, and the notes for the report."""
+    """Replace returned logits by hidden states, or by None if `memeff.logits` is "none".
+
+    If several outputs share their memory, the first of them becomes the hidden states, and the
+    others become None. Return the plan from which the backend makes deferred logits, which are
+    computed when first read. Also return the notes for the report."""
     if not outputs:
         return [], []
     values: Any = info.output.args[0]

@@ -135,8 +135,9 @@ def _declined(said: str, node: Node) -> Decline:
 
 
 def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
-    """Insert a node for this rank's shard of one of the projection's operands, once, before the
-    projection."""
+    """Return a node for this rank's shard of `node`, an operand of the projection.
+
+    Insert the node before the projection, unless an earlier call has inserted it."""
 
     def build() -> Node:
         with editor.at(head.node):

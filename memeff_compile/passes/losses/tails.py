@@ -142,9 +142,10 @@ def reads_a_size(node: Node) -> bool:
 
 
 def unread(node: Node) -> list[Node]:
-    """Return a node and all nodes that depend on it, if no result of these nodes is used.
+    """Return a node and all nodes that depend on it, if all of these nodes can be deleted.
 
-    Return an empty list if the graph returns a result of these nodes, or if one has side effects.
+    Return an empty list if the output of the graph depends on the node. Also return an empty list
+    if one of these nodes has side effects, or calls an op that this package does not recognize.
     """
     found, queue = dict[Node, None](), [node]
     while queue:
@@ -513,8 +514,8 @@ class TailReader:
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
         """Return whether a sum or mean has a supported form.
 
-        The sum must be over a single dimension, or over all dimensions (if `reduction` is not 0).
-        The sum must be computed in its operand's dtype or a wider dtype."""
+        The sum or mean must be over a single dimension, or over all dimensions (if `reduction` is
+        not 0). The sum or mean must be computed in its operand's dtype or a wider dtype."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False

@@ -278,8 +278,9 @@ def _fake_quantized(
     """Recognize `clamp(round(x * s)) / s`; return x, its quantisation, and whether x is a weight.
 
     A mask that keeps the half of a token's elements with the largest magnitudes may be applied
-    before or after the quantisation. `wanted` is the tensor that the caller expects as x. If the
-    quantised tensor is `wanted`, a mask before the quantisation belongs to x.
+    before or after the quantisation. If the graph quantises a masked tensor, x is usually the
+    tensor without the mask. `wanted` is the tensor that the caller expects as x. If `wanted` is the
+    masked tensor, x is the masked tensor.
     """
     kept, end = _without_mask(chain, end)
     source, how, is_weight = _rounded_and_scaled_back(chain, end)
@@ -297,8 +298,9 @@ def _fake_quantized(
 def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
     """Recognize `x * mask` or `where(mask, x, 0)`, with a mask that `read_larger_half` recognizes.
 
-    Such a mask selects the half of each token's elements with the largest magnitudes. Return the
-    tensor from which the mask is computed, and x. For any other node, return None and the node."""
+    Such a mask selects the half of each token's elements with the largest magnitudes. Return two
+    tensors: the one from which the mask is computed, and the x to which the mask is applied. For
+    any other node, return None and the node."""
     call = read_one(node)
     pairs: list[tuple[Any, Any]] = []
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
