@@ -124,10 +124,11 @@ def bytes_after(
     - for 16-bit inputs and a backward pass, the fp32 sum of the hidden states' gradient (4ND).
 
     For a block of classes, the bound counts at most half of the vocabulary, rounded up to a
-    multiple of 64 columns. For the implementation `hopper`, this limit is at least 256 columns. For
-    16-bit inputs, the implementation `reference` also needs fp32 copies. The bound then adds the
-    copies of the hidden states and of blocks of the weight. For `reference` on a CPU, the bound
-    also adds the copies of the rows that are not ignored. `how` contains the fields of `How`.
+    multiple of 64 columns. For the implementation `hopper`, this number is rounded up to a multiple
+    of 256 columns. For 16-bit inputs, the implementation `reference` also needs fp32 copies. The
+    bound then adds the copies of the hidden states and of blocks of the weight. For `reference` on
+    a CPU, the bound also adds the copies of the rows that are not ignored. `how` contains the
+    fields of `How`.
     `pieces` may contain symbols, for a short formula, and is by default the result of
     `piece_sizes`.
     """
@@ -155,7 +156,7 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
-    half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
+    half = _half(v, MIN_WIDTH)
     itemsize = dtype.itemsize
     if engine in ("hopper", "library"):
         per_logit, narrowest = (6 if itemsize == 2 else 4), MIN_WIDTH
@@ -163,7 +164,7 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
         if engine == "hopper":
             per_logit, narrowest = 2, HOPPER_MIN_WIDTH
             automatic, per_row = HOPPER_AUTO_BYTES, HOPPER_AUTO_BYTES_PER_ROW
-            half = sympy.Max(half, HOPPER_MIN_WIDTH)
+            half = _half(v, HOPPER_MIN_WIDTH)
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         if given.goes_by_rows:
@@ -183,6 +184,11 @@ def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
     return Pieces(per_logit * n * columns, columns)
+
+
+def _half(vocab: sympy.Expr, width: int) -> sympy.Expr:
+    """Return half of the classes, rounded up to a multiple of `width`."""
+    return sympy.floor((vocab + 2 * width - 1) / (2 * width)) * width
 
 
 def total_bytes(

@@ -20,11 +20,17 @@ from memeff_compile.kernels._head_loss.call import (
     Settings,
 )
 from memeff_compile.kernels._head_loss.shapes import spans
-from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, total_bytes
+from memeff_compile.kernels.linear_cross_entropy import (
+    bytes_after,
+    bytes_before,
+    piece_sizes,
+    total_bytes,
+)
 from memeff_compile.kernels.linear_cross_entropy import (
     hopper as hopper_module,
 )
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
+    hopper_columns,
     hopper_rows,
     library_widths,
     reference_columns,
@@ -259,3 +265,13 @@ def test_what_hopper_holds_is_within_the_formula(
 
 def _yes(*_: object) -> bool:
     return True
+
+
+@pytest.mark.parametrize("workspace", [0, 1 << 20, 64 << 20])
+def test_a_block_of_classes_is_within_the_formula(workspace: int) -> None:
+    shapes = shapes_for_programs(132)
+    for rows, vocab in itertools.product((1, 100, 256, 512, 8192), (1, 600, 5000, 32000, 131072)):
+        columns = hopper_columns(rows, 4096, vocab, workspace, shapes)
+        how = {"dtype": torch.float16, "engine": "hopper", "device_type": "cuda"}
+        bound = piece_sizes(rows, 4096, vocab, workspace=workspace, **how)
+        assert 2 * rows * columns <= bound.bytes, (rows, vocab)
