@@ -106,7 +106,7 @@ def has_measured_tables(call: Call) -> bool:
     """Return whether a call with sequence ids or a mask of keys is self-attention of a kind that
     was timed.
 
-    The results and the times of such calls were measured on a GPU in the forward pass.
+    The forward pass of such calls was compared with float64 and timed on a GPU.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     positions = batch * queries
@@ -125,9 +125,9 @@ def has_measured_tables(call: Call) -> bool:
 def _has_measured_masks(call: Call) -> bool:
     """Return whether the masks of a call are like those of a call that was timed.
 
-    For head dimensions of at least `MEASURED`, calls with a mask of keys, with sequence ids and
-    with both were timed. Each kind was timed with a causal mask, with a causal window, and without
-    a causal mask.
+    For head dimensions of at least `MEASURED` (96), three kinds of calls were timed: with a mask of
+    keys, with sequence ids, and with both. Each kind was timed with a causal mask, with a causal
+    window, and without a causal mask.
 
     For a head dimension of 64, these calls were timed:
 
@@ -203,8 +203,8 @@ def ranges_of(
     ours_are_queries: bool = True,
     checked: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the result of `ranges.find`. If the mask depends only on positions, return a
-    placeholder, which kernels do not read.
+    """Return the table of visited tiles and visible positions that `ranges.find` makes. If the mask
+    depends only on positions, return a placeholder, which kernels do not read.
     """
     if not call.given.has_tables():
         return call.q

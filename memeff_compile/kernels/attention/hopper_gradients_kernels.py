@@ -40,10 +40,10 @@ from .hopper_kernels import (
     _barriers,
     _bounds,
     _clear_hidden,
-    _codes_at,
     _dirty_tiles,
     _hide,
     _is_dirty,
+    _joint_ids_at,
     _nth,
     _place_of,
     _ranges_of,
@@ -202,13 +202,13 @@ def _query_step(
         acc = warpgroup_mma(slope, k_before, acc, is_async=True)
     if C.IN_TURN:
         mbarrier.arrive(in_turn.index(1 - PART), count=1)
-    # The codes are loaded during the products.
+    # The joint ids are loaded during the products.
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-    codes = _codes_at(key, where, MASKED)
+    joint_ids = _joint_ids_at(key, where, MASKED)
     raw = warpgroup_mma_wait(1 if IS_FIRST else 2, deps=[raw])
     weight = _weights(raw, total[:, None], scale)
     if MASKED != WHOLE:
-        weight = _hide(weight, 0.0, ours, key, codes, where, 0, MASKED, C)
+        weight = _hide(weight, 0.0, ours, key, joint_ids, where, 0, MASKED, C)
     if IS_FIRST:
         product = warpgroup_mma_wait(0, deps=[product])
     else:
@@ -255,14 +255,14 @@ def _query_gradient(
             own_ptr, flags_ptr = _sequence_of(
                 ranges_ptr, batch_heads // heads, batch, tiles, keys, C.ROWS, C.KEYS
             )
-            low, high, code, has_gaps, codes_ptr = _ranges_of(
+            low, high, joint_id, has_gaps, joint_ids_ptr = _ranges_of(
                 ranges_ptr, own_ptr, batch, tile, tiles, place, C.ROWS
             )
-            ours = (place, low, high, code, has_gaps)
+            ours = (place, low, high, joint_id, has_gaps)
             clean, dirty = _dirty_tiles(
                 ranges_ptr, flags_ptr + row // repeat, batch, tile, tiles, C
             )
-            told = (scale, (span, keys, codes_ptr, clean, dirty))
+            told = (scale, (span, keys, joint_ids_ptr, clean, dirty))
         wide = gl.to_tensor(row).to(gl.int64)
         total = gl.load(lse_ptr + wide * queries + place, mask=place < queries, other=float("inf"))
         total = gl.where(total == float("-inf"), float("inf"), total * LOG2_E)
@@ -454,8 +454,8 @@ def _load_own_keys(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_key_gradient(descs, memory, bars, stats_ptr, ranges_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of keys and values, and the tiles of the queries that see their
-    keys.
+    """Load the program's tiles of keys and values, and the tiles of those queries that see the
+    program's keys.
 
     For each query, also load the output gradient, the log-sum-exp, and the sum of the output times
     the output gradient.
@@ -530,13 +530,13 @@ def _key_step(
     raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
     total = sums_memory.index(stage).load(by_query)
-    # The codes are loaded during the products.
+    # The joint ids are loaded during the products.
     query = tile * C.ROWS + gl.arange(0, C.ROWS, layout=by_query)
-    codes = _codes_at(query, where, MASKED)
+    joint_ids = _joint_ids_at(query, where, MASKED)
     raw = warpgroup_mma_wait(1, deps=[raw])
     weight = _weights(raw, total[None, :], scale)
     if MASKED != WHOLE:
-        weight = _hide(weight, 0.0, key, query, codes, where, 1, MASKED, C)
+        weight = _hide(weight, 0.0, key, query, joint_ids, where, 1, MASKED, C)
     if C.EARLY:
         # The product with the weights starts before the slopes are known.
         p = gl.convert_layout(weight.to(q.dtype), operand)
@@ -585,11 +585,11 @@ def _key_gradient(
             own_ptr, _flags_ptr = _sequence_of(
                 ranges_ptr, batches, batch, tiles, queries, C.KEYS, C.ROWS
             )
-            low, high, code, has_gaps, codes_ptr = _ranges_of(
+            low, high, joint_id, has_gaps, joint_ids_ptr = _ranges_of(
                 ranges_ptr, own_ptr, batch, tile, tiles, place, C.KEYS
             )
-            key = (place, low, high, code, has_gaps)
-            told = (scale, (span, keys, codes_ptr, 0, 0))
+            key = (place, low, high, joint_id, has_gaps)
+            told = (scale, (span, keys, joint_ids_ptr, 0, 0))
         acc_k = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         acc_v = gl.zeros([OWN, C.DEPTH_BLOCK], gl.float32, out_mma)
         mbarrier.wait(own_full.index(PART), turn & 1)

@@ -14,7 +14,8 @@ first.
 With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `ranges.find` made.
 The table contains the tiles that each tile of queries visits, and the first and the last visible
 key of each query. If all keys between them are visible, the kernel compares positions with these
-two numbers. Otherwise the kernel compares codes of queries and keys, which are in the table too.
+two numbers. Otherwise the kernel compares joint ids, which are in the table too. The joint ids of a
+query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
 Hidden values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles in
 which the mask may hide a key.
 """
@@ -42,7 +43,7 @@ LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 # Positions of a program's tile that one group of warps owns: the rows of a product.
 OWN: gl.constexpr = gl.constexpr(64)
 # How a step finds the hidden keys of a tile: there are none, it compares positions with bounds, it
-# compares codes, or it compares codes only if the program's tile has gaps.
+# compares joint ids, or it compares joint ids only if the program's tile has gaps.
 WHOLE: gl.constexpr = gl.constexpr(0)
 RANGE: gl.constexpr = gl.constexpr(1)
 GAPS: gl.constexpr = gl.constexpr(2)
@@ -73,8 +74,8 @@ def _place_of(turn, rows, tiles, width):
     index.
 
     In each round, every program computes one tile. The tiles of the first rounds take longest. In
-    every other round, programs take tiles in the reverse order, so all programs finish at about the
-    same time. Sequences and heads are processed in sections, so that the keys and values of a
+    every second round, programs take tiles in the reverse order, so all programs finish at about
+    the same time. Sequences and heads are processed in sections, so that the keys and values of a
     section stay in the L2 cache.
     """
     programs = gl.num_programs(0)
@@ -126,9 +127,10 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 def _sequence_of(
     ranges_ptr, batches, batch, tiles, others, OURS: gl.constexpr, OTHERS: gl.constexpr
 ):
-    """Return a pointer to the ranges and codes of a sequence, and a pointer to the flags of the
-    first sequence.
+    """Return two pointers into the result of `ranges.find`: to the numbers of a sequence's
+    positions, and to the flags of all sequences.
 
+    A flag tells whether hidden keys or values of a sequence and key head are nan or infinite.
     `others` is the number of visited positions of a sequence.
     """
     size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
@@ -138,25 +140,27 @@ def _sequence_of(
 
 @gluon.jit
 def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexpr):
-    """Return, for each position of a tile, the first and the last visible position and the code.
+    """Return three numbers for each position of a tile: the first and the last position that it
+    sees, and its joint id.
 
-    Also return whether there are gaps between visible positions, and a pointer to the codes of
-    visited positions.
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key. Also return whether a position of the tile sees others with gaps between them, and
+    a pointer to the joint ids of the visited positions.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)
     high = gl.load(own_ptr + padded + place)
-    code = gl.load(own_ptr + 2 * padded + place)
+    joint_id = gl.load(own_ptr + 2 * padded + place)
     has_gaps = gl.load(ranges_ptr + (batch * tiles + tile) * FIELDS + 4)
-    return low, high, code, has_gaps, own_ptr + 3 * padded
+    return low, high, joint_id, has_gaps, own_ptr + 3 * padded
 
 
 @gluon.jit
 def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
-    """Return the end of a first range of tiles, and the start of a second range, in which hidden
-    keys must be replaced by zeros.
+    """Find the tiles in which hidden keys must be replaced by zeros: all tiles before one tile, and
+    all tiles from another tile on. Return these two tiles.
 
-    If no hidden key has nan or an infinity, both ranges are empty.
+    If no hidden key has nan or an infinity, there are no such tiles.
     """
     clean, dirty = 0, NOWHERE
     if C.HAS_KEY_MASK:
@@ -194,10 +198,8 @@ def _which_count(query, key, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _is_within(ours, other):
-    """For each position of the program's own tile, return which positions of a visited tile are
-    within the range of this own position.
-
-    The range goes from the first to the last position that the own position sees.
+    """For each position of the program's own tile, return which positions of a visited tile lie
+    between the first and the last position that it sees.
     """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
@@ -205,11 +207,14 @@ def _is_within(ours, other):
 
 
 @gluon.jit
-def _is_same(ours, codes):
+def _is_same(ours, joint_ids):
     """For each position of the program's own tile, return which positions of a visited tile have
-    the same code.
+    the same joint id.
+
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key.
     """
-    return gl.expand_dims(ours[3], 1) == gl.expand_dims(codes, 0)
+    return gl.expand_dims(ours[3], 1) == gl.expand_dims(joint_ids, 0)
 
 
 @gluon.jit
@@ -233,9 +238,9 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
     Every group of warps writes the same numbers, so groups need not wait for each other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    _, _, codes_ptr, _, _ = told
+    _, _, joint_ids_ptr, _, _ = told
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(1, layout))
-    shown = gl.load(codes_ptr + key) != HIDDEN
+    shown = gl.load(joint_ids_ptr + key) != HIDDEN
     here = memory.load(layout)
     memory.store(gl.where(shown[:, None], here, gl.zeros_like(here)))
     fence_async_shared()
@@ -318,12 +323,14 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 
 @gluon.jit
-def _codes_at(other, told, MASKED: gl.constexpr):
-    """Return the codes of visited positions, or the positions if the step compares no codes."""
-    codes = other
+def _joint_ids_at(other, told, MASKED: gl.constexpr):
+    """Return the joint ids of the positions of a visited tile. If the program compares no joint ids
+    for this tile, return the positions themselves.
+    """
+    joint_ids = other
     if MASKED == GAPS:
-        codes = gl.load(told[2] + other)
-    return codes
+        joint_ids = gl.load(told[2] + other)
+    return joint_ids
 
 
 @gluon.jit
@@ -332,31 +339,31 @@ def _hide(
     HIDDEN_NUMBER: gl.constexpr,
     ours,
     other,
-    codes,
+    joint_ids,
     told,
     AXIS: gl.constexpr,
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return the scores or weights of pairs of an own and a visited position, with `HIDDEN_NUMBER`
-    for each pair whose key is hidden.
+    """Return `numbers`, the scores or softmax weights of the program's own tile and a visited tile,
+    with `HIDDEN_NUMBER` where a key is hidden from a query.
 
     `AXIS` is the axis of the queries.
     """
-    span, keys, codes_ptr, _, _ = told
+    span, keys, joint_ids_ptr, _, _ = told
     query, key = ours[0], other
     if AXIS == 1:
         query, key = other, ours[0]
     if MASKED == GAPS:
         # Two comparisons with a range would cost more than those with the bounds on positions.
-        found = _is_same(ours, codes) & _which_count(query, key, key == key, span, AXIS, C)
+        found = _is_same(ours, joint_ids) & _which_count(query, key, key == key, span, AXIS, C)
     elif C.HAS_BOUNDS:
         found = _is_within(ours, other)
     else:
         found = _which_count(query, key, key < keys, span, AXIS, C)
     numbers = gl.where(found, numbers, HIDDEN_NUMBER)
     if C.HAS_BOUNDS and MASKED == EITHER and ours[4] != 0:
-        numbers = gl.where(_is_same(ours, gl.load(codes_ptr + other)), numbers, HIDDEN_NUMBER)
+        numbers = gl.where(_is_same(ours, gl.load(joint_ids_ptr + other)), numbers, HIDDEN_NUMBER)
     return numbers
 
 
@@ -413,14 +420,14 @@ def _step_forward(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     if C.IN_TURN:
         mbarrier.arrive(in_turn.index(1 - PART), count=1)
-    # The codes are loaded during the products.
+    # The joint ids are loaded during the products.
     key = tile * C.KEYS + gl.arange(0, C.KEYS, layout=gl.SliceLayout(0, score_mma))
-    codes = _codes_at(key, told, MASKED)
+    joint_ids = _joint_ids_at(key, told, MASKED)
     raw = warpgroup_mma_wait(1, deps=[raw])
     barrier()
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED != WHOLE:
-        raw = _hide(raw, float("-inf"), query, key, codes, told, 0, MASKED, C)
+        raw = _hide(raw, float("-inf"), query, key, joint_ids, told, 0, MASKED, C)
     weight, total, largest, shrink = _softmax(raw, total, largest, scale)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
@@ -457,14 +464,14 @@ def _attend(memory, bars, outs, ranges_ptr, work, scale, PART: gl.constexpr, C: 
             own_ptr, flags_ptr = _sequence_of(
                 ranges_ptr, batch_heads // heads, batch, query_tiles, keys, C.ROWS, C.KEYS
             )
-            low, high, code, has_gaps, codes_ptr = _ranges_of(
+            low, high, joint_id, has_gaps, joint_ids_ptr = _ranges_of(
                 ranges_ptr, own_ptr, batch, tile, query_tiles, place, C.ROWS
             )
-            query = (place, low, high, code, has_gaps)
+            query = (place, low, high, joint_id, has_gaps)
             clean, dirty = _dirty_tiles(
                 ranges_ptr, flags_ptr + row // repeat, batch, tile, query_tiles, C
             )
-            told = ((ahead, behind), keys, codes_ptr, clean, dirty)
+            told = ((ahead, behind), keys, joint_ids_ptr, clean, dirty)
         largest = gl.full([HERE], LOW, gl.float32, by_row)
         total = gl.zeros([HERE], gl.float32, by_row)
         acc = gl.zeros([HERE, C.DEPTH_BLOCK], gl.float32, out_mma)

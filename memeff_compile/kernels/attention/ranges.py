@@ -6,8 +6,8 @@ compare positions with two numbers of each query or key. These ranges are comput
 without waiting for the CPU.
 
 The function `find` marks a tile if one of its positions sees visited positions with gaps between
-them. For marked tiles, the kernels compare codes: one int32 number for each position. A key is
-visible under the mask and the ids if its code equals the query's code.
+them. For marked tiles, the kernels compare joint ids: one int32 number for each position. The joint
+ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
 
 Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such
 numbers at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys
@@ -51,18 +51,18 @@ def find(
     call: Call, own: int, others: int, *, ours_are_queries: bool, checked: Sequence[Tensor] = ()
 ) -> Tensor:
     """Return the tiles that each tile of queries (or, without `ours_are_queries`, of keys) visits,
-    and the ranges and codes of the positions, as int32.
+    and three numbers for each position, as int32.
 
     `own` is the number of positions of a tile, and `others` the number of positions of a visited
     tile. The result contains, one after another:
 
-    - for each tile, `FIELDS` numbers;
+    - for each tile, the `FIELDS` (8) numbers that describe the tiles that it visits;
     - for each sequence, the first position that each position sees, then the last positions, then
-      the codes of the positions, then the codes of the visited positions;
+      the joint ids of the positions, then the joint ids of the visited positions;
     - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
       an infinity at a hidden key, and otherwise 0.
 
-    If a position sees no visited position, its first number is above its last number.
+    If a position sees no visited position, the first position is above the last one.
     """
     from . import ranges_kernels as kernels
 

@@ -2,8 +2,9 @@
 """Kernels that prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
 
 One kernel finds the tiles that each tile visits, the first and the last visible position for each
-position, and the codes of all positions. The second kernel finds nan and infinities at hidden keys.
-The third kernel sorts the tiles by their work. The module `ranges` describes the results.
+position, and the joint ids of all positions (see `ranges`). The second kernel finds nan and
+infinities at hidden keys. The third kernel sorts the tiles by their work. The module `ranges`
+describes the results.
 
 In variable names, "ours" is the tile of the program, and "others" are the tiles that it visits.
 """
@@ -27,8 +28,8 @@ from .._triton.key_tiles_kernels import (
 FIELDS = tl.constexpr(8)  # numbers per tile
 PART = tl.constexpr(32)  # visited positions that are compared at a time
 NOWHERE = tl.constexpr(2**30)  # above every position
-# Codes of positions: an id from -LARGEST to LARGEST - 1 is its own code. The code of another id is
-# LARGEST plus the first key position with this id.
+# Joint ids: a sequence id from -LARGEST to LARGEST - 1 is its own joint id. The joint id of another
+# sequence id is LARGEST plus the first key position with this sequence id.
 LARGEST = tl.constexpr(2**30)
 NO_KEY = tl.constexpr(-(2**30) - 1)  # of a query that equals no key
 HIDDEN = tl.constexpr(-(2**31))  # of a hidden key
@@ -71,16 +72,19 @@ def _ends(found, start, stop):
 
 
 @triton.jit
-def _codes_of(place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr):
-    """Return one int32 code for each position.
+def _joint_ids_of(
+    place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr
+):
+    """Return the joint id of each position, as int32.
 
-    A key is visible under the mask and the ids if its code equals the query's code.
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key.
     """
     is_inside = place < length
-    code = tl.zeros_like(place)
+    joint_id = tl.zeros_like(place)
     if C.HAS_IDS:
         ids = tl.load(ids_ptr + place, mask=is_inside, other=0).to(tl.int64)
-        code = ids.to(tl.int32)
+        joint_id = ids.to(tl.int32)
         is_large = (ids < -LARGEST) | (ids >= LARGEST)
         if tl.max(is_large.to(tl.int32), axis=0) != 0:
             key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
@@ -91,12 +95,12 @@ def _codes_of(place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexp
                 is_same = (key_id[None, :] == ids[:, None]) & (key < keys)[None, :]
                 nth = tl.minimum(nth, tl.min(tl.where(is_same, key[None, :], NOWHERE), axis=1))
             large = tl.where(nth < NOWHERE, nth + LARGEST, NO_KEY)
-            code = tl.where(is_large, large, code)
+            joint_id = tl.where(is_large, large, joint_id)
     if not ARE_KEYS:
-        return tl.where(is_inside, code, NO_KEY)
+        return tl.where(is_inside, joint_id, NO_KEY)
     if C.HAS_KEY_MASK:
         is_inside = keys_shown(tables.key_mask + batch * tables.mask_batch, place, is_inside)
-    return tl.where(is_inside, code, HIDDEN)
+    return tl.where(is_inside, joint_id, HIDDEN)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -203,12 +207,14 @@ def _attention_ranges_kernel(
     tl.store(own_ptr + place, lowest)
     tl.store(own_ptr + padded + place, highest)
     ARE_QUERIES: tl.constexpr = C.OURS_ARE_QUERIES
-    code = _codes_of(place, length, our_ids_ptr, tables, batch, keys, not ARE_QUERIES, C)
-    tl.store(own_ptr + 2 * padded + place, code)
-    # The programs of a sequence share the work of finding the codes of visited positions.
+    joint_id = _joint_ids_of(place, length, our_ids_ptr, tables, batch, keys, not ARE_QUERIES, C)
+    tl.store(own_ptr + 2 * padded + place, joint_id)
+    # The programs of a sequence share the work of finding the joint ids of visited positions.
     for index in tl.range(tile, other_tiles, tiles, num_stages=1):
         other_place = index * C.OTHERS + tl.arange(0, C.OTHERS)
-        others = _codes_of(other_place, count, their_ids_ptr, tables, batch, keys, ARE_QUERIES, C)
+        others = _joint_ids_of(
+            other_place, count, their_ids_ptr, tables, batch, keys, ARE_QUERIES, C
+        )
         tl.store(own_ptr + 3 * padded + other_place, others)
     flags_ptr = ranges_ptr + batches * tiles * FIELDS + batches * size + batch * groups
     for group in tl.range(tile, groups, tiles, num_stages=1):

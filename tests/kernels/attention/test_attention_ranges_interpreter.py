@@ -19,16 +19,19 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty
 OWN, OTHERS = 32, 32
 
 
-def check_codes(call: Call, codes: torch.Tensor, own: int, *, ours_are_queries: bool) -> None:
-    """Check that codes of a query and a key are equal if, and only if, no mask or id hides the key.
+def check_joint_ids(
+    call: Call, joint_ids: torch.Tensor, own: int, *, ours_are_queries: bool
+) -> None:
+    """Check that the joint ids of a query and a key are equal if, and only if, neither the mask nor
+    the ids hide the key.
 
     Positions after the last query and after the last key equal no other position.
     """
     queries, keys, given = call.sizes[3], call.sizes[4], call.given
-    of_queries, of_keys = codes[:, :own], codes[:, own:]
+    of_queries, of_keys = joint_ids[:, :own], joint_ids[:, own:]
     if not ours_are_queries:
         of_queries, of_keys = of_keys, of_queries
-    wanted = torch.zeros(len(codes), of_queries.shape[1], of_keys.shape[1], dtype=torch.bool)
+    wanted = torch.zeros(len(joint_ids), of_queries.shape[1], of_keys.shape[1], dtype=torch.bool)
     unbounded = dataclasses.replace(given, ahead=None, behind=None)
     wanted[:, :queries, :keys] = unbounded.counts(0, queries, 0, keys, call.q.device)
     assert torch.equal(of_queries[:, :, None] == of_keys[:, None, :], wanted)
@@ -51,7 +54,9 @@ def check(call: Call, *, ours_are_queries: bool) -> torch.Tensor:
     size = 3 * number * OWN + visited
     rest = found[table.numel() :][: batch * size].view(batch, size)
     span = rest[:, : 2 * number * OWN].view(batch, 2, number * OWN)
-    check_codes(call, rest[:, 2 * number * OWN :], number * OWN, ours_are_queries=ours_are_queries)
+    check_joint_ids(
+        call, rest[:, 2 * number * OWN :], number * OWN, ours_are_queries=ours_are_queries
+    )
     low = torch.where(counts, torch.arange(others), others).amin(-1)
     high = torch.where(counts, torch.arange(others), -1).amax(-1)
     has_any = counts.any(-1)
