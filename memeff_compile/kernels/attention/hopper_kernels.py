@@ -15,9 +15,9 @@ With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `
 The table contains the tiles that each tile of queries visits, and the first and the last visible
 key of each query. If all keys between them are visible, the kernel compares positions with these
 two numbers. Otherwise the kernel compares joint ids, which are in the table too. The joint ids of a
-query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
-Hidden values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles in
-which the mask may hide a key.
+query and a key are equal if neither the mask of keys nor the sequence ids hide the key. Hidden
+values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles in which the
+mask may hide a key.
 """
 
 from __future__ import annotations
