@@ -262,11 +262,12 @@ class FusedRows:
 
     Instead of logits, the rows may be log-probabilities or probabilities. The fields `nll`, `lse`,
     `total` and `plogp` have one number per row, `outer` is one number, and `w` has one number per
-    class. For rows of logits, `nll`, `lse`, `total` and `plogp` are the incoming gradients of the
-    row's loss, log-sum-exp, sum of w * z, and sum of p * log p.
+    class. For rows of logits, `nll`, `lse` and `total` are the incoming gradients of the row's
+    loss, log-sum-exp and sum of w * z. `plogp` is the incoming gradient of the row's sum of p * log
+    p.
 
-    The gradient in a row and column j is computed from these fields as follows, with p = softmax(z)
-    and its entropy H::
+    With p = softmax(z) and its entropy H, the gradient in column j of a row is computed from these
+    fields::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))

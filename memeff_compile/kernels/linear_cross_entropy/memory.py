@@ -2,8 +2,8 @@
 
 The formulas in N (rows), D (hidden size) and V (vocabulary) count the largest buffers, except the
 inputs and the returned gradients. `bytes_before` counts the full N x V buffers of a model without
-this op. `bytes_after` is an upper bound of the bytes that the op needs for blocks of logits,
-per-row vectors and the fp32 sum of the hidden states' gradient.
+this op. `bytes_after` is an upper bound of the op's bytes for blocks of logits, per-row vectors and
+the fp32 sum of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def bytes_before(
     casts the logits to fp32; otherwise they have the logits' dtype. The logits are a fourth tensor
     if they are returned. In eager mode with the same 8192 rows and 256000 classes, the measured
     peak was 24000 MiB, and the formula gives 24000 MiB. This peak is 22839 MiB more than the size
-    of the gradients of hidden states and weight, which are allocated only after the peak.
+    of the hidden states' and the weight's gradients. These two gradients are allocated only after
+    the peak.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits

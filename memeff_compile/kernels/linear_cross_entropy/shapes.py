@@ -336,8 +336,9 @@ class Room(NamedTuple):
 
     Example: take 8 rows (tokens) and 4 features. A column of the logits' gradient G then takes
     twice the bytes of a row of the weight's gradient. For each class, a block needs memory for one
-    column of G and one row of the weight's gradient, as much as three such rows. So the memory of
-    the remaining classes' rows suffices for a block of at most one third of these classes.
+    column of G and one row of the weight's gradient. Together, these two take as many bytes as
+    three rows. So the memory of the remaining classes' rows suffices for a block of at most one
+    third of these classes.
     """
 
     first_column: int
@@ -397,9 +398,9 @@ def hopper_rows(
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
     full tile.
 
-    The number of rows is the same for all GPUs, because ranks may have different GPUs. Another
-    reason is that estimates of the op's memory also use this number of rows, and may be for a GPU
-    of another machine.
+    The number of rows is the same for all GPUs, because ranks may have different GPUs. A second
+    reason is that estimates of the op's memory, which use this number, may be for a GPU of another
+    machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     product, _ = product_tile(depth, shapes)

@@ -11,9 +11,9 @@ The product of a tile's softmax weights and values is computed separately, and t
 the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
 only about 14 bits of a sum, too few for many keys.
 
-After the softmax, a tile's 8-bit weights are in the threads' registers in another order of keys
-than a matrix product with v expects. So `prepare_kernels` stores the tokens of v in the order in
-which the registers contain the softmax weights. `_reordered` computes this order.
+After the softmax, the registers contain a tile's 8-bit weights in another order of keys than a
+matrix product with v expects. So `prepare_kernels` stores the tokens of v in the order in which the
+registers contain the softmax weights. `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
