@@ -9,9 +9,9 @@ again, strip by strip. A kernel turns each strip into the logits' gradient G in 
 Then cuBLAS writes the product of G and the hidden states into the block's rows of the weight's
 gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
 the weight's rows to the hidden states' gradient (dE) in fp32. For 16-bit inputs, the logits'
-gradient G has its own buffer. A narrower strip and this buffer together take as many bytes as a
-wide strip that G overwrites. If G overwrote the strip, the results would also depend on the order
-in which warps read and write.
+gradient G has its own buffer, because writing G over the fp32 strip would save no memory. A
+narrower strip and this buffer together take as many bytes as a wide strip that G overwrites. If G
+overwrote the strip, the results would also depend on the order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
 blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all

@@ -234,8 +234,8 @@ def adapted_total_bytes(
     """Return an upper bound of the bytes that the implementation `library` allocates for a frozen
     output projection with a LoRA adapter.
 
-    Like `total_bytes`, the bound leaves out the inputs, the gradients, and the vectors with a
-    number per row."""
+    Like `total_bytes`, the bound is valid for a scalar loss. It leaves out the inputs, the
+    gradients, and the vectors with a number per row."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)

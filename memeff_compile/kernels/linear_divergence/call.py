@@ -134,7 +134,8 @@ def wanted(
 ) -> tuple[bool, ...]:
     """Return which gradients to compute: none if `factors` is None.
 
-    `factors` is the gradient with respect to the call's results, with one number per result."""
+    `factors` is the gradient with respect to the call's per-row results (`Found.rows`), with one
+    number per element."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
