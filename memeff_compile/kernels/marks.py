@@ -36,9 +36,9 @@ class Mark:
 def is_updated_in_backward(parameter: Tensor | None) -> bool:
     """Return whether `optim_in_backward` updates a parameter during the backward pass.
 
-    `optim_in_backward` is a function of this package that gives each of its parameters a hook. The
-    hook runs the optimizer step as soon as the parameter's gradient exists. With `accumulate=n`,
-    the step runs only in every n-th backward pass.
+    `optim_in_backward` is a function of this package that registers a hook on each model parameter
+    that it updates. The hook runs the optimizer step as soon as the parameter's gradient exists.
+    With `accumulate=n`, the step runs only in every n-th backward pass.
     """
     mark = getattr(parameter, "updated_in_backward", None)
     return isinstance(mark, Mark) and mark.owner == id(parameter)

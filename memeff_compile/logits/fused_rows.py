@@ -4,13 +4,12 @@ the graph.
 The op `memeff::linear_cross_entropy` (the fused loss op) computes these numbers without building
 the logits.
 
-`Head` is some rows of logits in factored form: hidden states, and the output projection that
-turns them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the
-logits, the target's logit and the sum of the logits. The op does not build the logits.
-`FusedRows` is the gradient of such rows of logits. This gradient also has a compact form, with a
-few numbers per row instead of one number per class. The backward pass of the deferred logits passes
-`FusedRows` to the fused loss op. The op computes the gradients of the hidden states and the
-output projection.
+`Head` is some rows of logits in factored form: hidden states, and the output projection that turns
+them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the logits,
+the target's logit and the sum of the logits. The op does not build the logits. `FusedRows` is the
+gradient of such rows of logits. Like `Head`, `FusedRows` is compact: it contains a few numbers per
+row instead of one number per class. The backward pass of the deferred logits passes `FusedRows` to
+the fused loss op. The op computes the gradients of the hidden states and the output projection.
 
 Losses that code outside of the compiled graph computes from deferred logits call the fused loss op
 only through this module. This module always uses the op's exact mode. The lossy modes of
@@ -261,9 +260,14 @@ _OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
 class FusedRows:
     """The gradient of some rows of logits z, as a few numbers per row.
 
-    Instead of logits, the rows may be log-probabilities or probabilities. The fields `outer`,
-    `nll`, `lse`, `total` and `plogp` have one number per row, and `w` has one per class.
-    With p = softmax(z) and its entropy H, the gradient in a row and column j is::
+    Instead of logits, the rows may be log-probabilities or probabilities. The fields `nll`, `lse`,
+    `total` and `plogp` have one number per row, `outer` is one number, and `w` has one number per
+    class. For rows of logits, `nll`, `lse` and `total` are the incoming gradients of the row's
+    loss, log-sum-exp and sum of w * z. `plogp` is the incoming gradient of the row's sum of p * log
+    p.
+
+    With p = softmax(z) and its entropy H, the gradient in column j of a row is computed from these
+    fields::
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
@@ -393,9 +397,9 @@ class FusedRows:
     def times_p(self) -> FusedRows:
         """Return this gradient multiplied by the probabilities p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of log p. The
-        gradient must be that of a sum over the classes: its fields `nll`, `lse` and `plogp` are
-        None.
+        If `self` is the gradient of the products p log p, the result is the gradient of log p.
+        `self` must be the gradient of the terms of a sum over the classes, so its fields `nll`,
+        `lse` and `plogp` are None.
         """
         return replace(self, total=None, lse=self.total)
 

@@ -6,8 +6,8 @@ Functions that access memory without PyTorch's dispatcher would therefore find n
 numpy, raw pointers, storages and shared memory. `LazyTensor` makes each of these functions use a
 plain tensor instead:
 
-- if the function only reads, the tensor that `_values` returns;
-- if the function may also write, the tensor that `_memory` returns.
+- A function that only reads uses the tensor that `_values` returns.
+- A function that may also write uses the tensor that `_memory` returns.
 
 A function that can use neither of the two plain tensors raises an error.
 """

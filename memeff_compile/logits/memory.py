@@ -85,8 +85,8 @@ class Memory:
 
     Once all rows are computed, this object stores their values, and every view reads the stored
     values. Before that, reading a view of some rows computes only these rows, in a separate
-    read-only tensor. A write first computes all rows. Creating a plain alias also computes all
-    rows, because code could write through the alias.
+    read-only tensor. A write first computes all rows. Creating a plain tensor that shares this
+    memory also computes all rows, because code could write to that tensor.
     """
 
     source: LogitsSource
@@ -156,8 +156,8 @@ class Memory:
     def snapshot(
         self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return a function without arguments that applies `function` to a copy of the values that
-        `view` has when the returned function is called.
+        """Return a function without arguments. When called, the returned function applies
+        `function` to the values that `view` has at that time, and returns a new tensor.
 
         The returned function does not keep the `Memory` alive. It returns None if the values are
         not computed at the time of its call, or if user code may have written to them.

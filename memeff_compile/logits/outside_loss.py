@@ -481,7 +481,8 @@ def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Te
 def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
     """Reshape `made` to a tensor that autograd does not treat as a view.
 
-    An ordinary reshape would return a view, but eager PyTorch's result is not a view.
+    An ordinary reshape would return a view. The PyTorch functions that this module handles, such as
+    `logsumexp`, return a tensor that is not a view.
     """
     result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
     return result

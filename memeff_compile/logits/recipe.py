@@ -101,9 +101,10 @@ class LogitsRecipe:
 
     - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
     - ("bias", None), which adds the first tensor of `vectors` that no earlier step has used.
-      `vectors` is an argument of the method `logits`. If this addition changes the dtype of the
-      logits, the step is ("bias", new dtype) instead.
-    - ("adapter", Adapter), only before all other steps, with the next two vectors as A and B;
+      `vectors` is an argument of the method `logits`. If adding this tensor changes the dtype of
+      the logits, the step is ("bias", new dtype) instead.
+    - ("adapter", Adapter), which adds a LoRA adapter's product. The next two unused tensors of
+      `vectors` are the adapter's matrices A and B. Adapters come before all other steps.
     - ("classes", (start, stop, count)), which selects the classes from `start` up to, not
       including, `stop`. `count` is the number of classes before this step.
     - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). These three

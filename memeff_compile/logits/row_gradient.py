@@ -170,8 +170,8 @@ class RowGradient(LazyTensor):
     def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
         """Return the gradient of the tensor from which `step` selected rows.
 
-        `self` is the gradient of the selected rows. `shape` is the shape of the result: the tensor
-        from which `step` selected rows.
+        `self` is the gradient of the selected rows. `shape` is the shape of the tensor from which
+        `step` selected rows, and so of the result.
         """
         pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
         return RowGradient(shape, pieces, self)
@@ -313,7 +313,9 @@ def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None
     - one of the gradients is dense;
     - the two gradients together contain at least as many rows as a dense gradient.
 
-    If a gradient contains `FusedRows`, the result is a `RowGradient` in these cases too."""
+    If one of the gradients contains `FusedRows`, the result is a `RowGradient`. This is also the
+    case if the other gradient is dense, or if both together contain at least as many rows as a
+    dense gradient."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:

@@ -51,7 +51,8 @@ def reading_for(reason: str) -> Iterator[None]:
 
 
 def reader() -> str:
-    """Return the name under which the report lists logits that are read now."""
+    """Return the name under which the compilation's report lists logits that are computed at this
+    moment."""
     return _reading[0] if _reading else "their values"
 
 
@@ -135,7 +136,8 @@ class LogitsSource:
 
     @compat.untraced
     def record_gradients_of(self, results: Iterable[Any]) -> None:
-        """Let the report list an op as a loss once a backward pass goes through one of `results`.
+        """Make the compilation's report list an op as a loss as soon as a backward pass goes
+        through one of `results`.
 
         The op is the one that read the logits last.
         """

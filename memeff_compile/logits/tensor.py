@@ -236,8 +236,8 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one ATen operation: if this module has a rule for it, without computing the logits,
-        otherwise on the computed logits."""
+        """Run one ATen operation. If this module has a rule for the operation, the rule runs it
+        without computing the logits. Otherwise the operation runs on the computed logits."""
         rule = _LAZY.get(func)
         if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
             result = rule(_Call(func, args[0], args[1:], kwargs))
@@ -587,7 +587,8 @@ def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSourc
 
 
 def _record_gradients(sources: Sequence[LogitsSource], result: Any) -> None:
-    """Let the report list a function as a loss once a backward pass goes through its result.
+    """Make the compilation's report list a function as a loss as soon as a backward pass goes
+    through the function's result.
 
     Functions that compute a metric read logits too. Only a backward pass shows whether the result
     of a function is a part of a loss.
@@ -677,9 +678,9 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the values of a copy immediately, if the copy does not require a gradient.
 
-    A copy that requires no gradient, for example on the CPU, is usually read later, when the output
-    projection may have changed. A copy that requires a gradient may be used in a loss that needs no
-    logits, so its values are not computed yet.
+    A copy that requires no gradient, such as `logits.detach().cpu()`, is usually read later, when
+    the output projection may have changed. A copy that requires a gradient may be used in a loss
+    that needs no logits, so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -633,9 +633,10 @@ def add_columns(
     at: tuple[int, int, int, int, int],  # first row, rows, first column, width and last column
     launch: Any,
 ) -> None:
-    """Multiply each row of X by the row's scale, and add the column sums to the bias's gradient.
+    """Add X's column sums to the bias's gradient, where X is the logits' gradient up to a factor
+    per row.
 
-    X is the logits' gradient up to a factor per row."""
+    If `row_scale` is given, each row of X is first multiplied by its number in `row_scale`."""
     launch(
         kernels._linear_cross_entropy_hopper_bias_kernel,
         (-(-x.shape[1] // SUMMED_COLUMNS),),

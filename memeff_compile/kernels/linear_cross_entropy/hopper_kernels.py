@@ -8,16 +8,26 @@ The epilogue (the code after a tile's product) uses the tile of logits in one of
 - The epilogue writes a tile of the logits' gradient G, if the rows' statistics are known.
 - The epilogue writes a tile of X (the logits' gradient up to a factor per row).
 
-For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i). The number base_i is near the
-largest logit of row i. With a softcap, the element is X_ij = exp(z_ij - base_i) * dz/ds, where s is
-the product before the softcap. With or without a softcap, X_ij is rounded once to 16 bits. The
-number base_i, which is subtracted from the logits of row i, is known before the logits are
-computed. So writing X need not wait for the row's log-sum-exp, lse_i. The kernels that multiply X
-by other matrices multiply row i by a factor. The factor is exp(base_i - lse_i) times the derivative
-of the loss with respect to the row's loss. Without a softcap, the factor also contains the scale of
-the logits. In the column of a row's target class, X contains (p - 1) * exp(lse_i - base_i), where p
-is the target's probability. With a softcap, this number is also multiplied by dz/ds. So 1 is not
-subtracted in 16 bits. Ranks that split the vocabulary exchange log-sum-exps after writing X.
+For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i), where base_i is a number near the
+largest logit of row i. With a softcap, X_ij is also multiplied by dz/ds, the derivative of the
+logit z with respect to the uncapped product s. With or without a softcap, X_ij is rounded once to
+16 bits. The number base_i, which is subtracted from the logits of row i, is known before the logits
+are computed. So a kernel can write X, the logits' gradient up to a factor per row, before the row's
+log-sum-exp (lse_i) is known.
+
+X lacks one factor per row. Kernels that compute gradients from X multiply row i of an operand, or
+of the result, by this factor. For row i, the factor is exp(base_i - lse_i) times the derivative of
+the total loss with respect to the row's loss. Here, base_i is the number that was subtracted from
+the row's logits, and lse_i the log-sum-exp of these logits. Without a softcap, the factor also
+contains the scale of the logits.
+
+In the column of a row's target class, X contains (p - 1) * exp(lse_i - base_i), where p is the
+target's probability. With a softcap, this number is also multiplied by dz/ds, the logit's
+derivative with respect to the product. A kernel computes p - 1 in fp32, and rounds only the
+finished number to 16 bits.
+
+Ranks that split the vocabulary exchange log-sum-exps after writing X, the logits' gradient up to a
+factor per row.
 
 Each program computes several output tiles one after another, and loads the operands of the next
 tile during the epilogue of the current tile. The kernels process compact rows: ignored rows are
@@ -360,12 +370,12 @@ def _linear_cross_entropy_hopper_class_products_kernel(
     C: tl.constexpr,
     # ADD: add to grad_hidden instead of overwriting it
 ):
-    """For a block of classes, write the weight's gradient dC = G^T E. In the same launch, add the
-    block's part G C to the hidden states' gradient dE.
+    """For a block of classes, write the weight's gradient dC = G^T E, from the logits' gradient G
+    and the hidden states E. In the same launch, add G C to the hidden states' gradient dE, where C
+    is the block's rows of the weight.
 
-    G is the logits' gradient, E the hidden states, and C the block's rows of the weight. The tiles
-    of G C come after those of G^T E. They use the multiprocessors that the last tiles of G^T E
-    leave idle.
+    The tiles of G C come after those of G^T E. They use the multiprocessors that the last tiles of
+    G^T E leave idle.
     """
     rows_here = rows
     if C.HAS_KEPT:
@@ -547,8 +557,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Without FINAL, check each row's base. With FINAL, merge the statistics of each row in a fixed
-    order.
+    """Without FINAL, check whether each row's base is near the row's largest logit. With FINAL,
+    merge the statistics of each row in a fixed order.
 
     The base is the number that is subtracted from a row's logits. If the base is too far from the
     row's largest logit, that logit becomes the new base. If ranks split the vocabulary, this kernel
@@ -608,11 +618,12 @@ def _linear_cross_entropy_hopper_loss_kernel(
 
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
-    """Write X (the logits' gradient up to a factor per row) at each row's target: (p - 1) / (1 /
-    mass).
+    """Write (p - 1) * mass to X at each row's target, where p is the target's probability. With a
+    softcap, this number is also multiplied by the logit's derivative with respect to the product.
 
-    Here, p = 2^-nll2 is the target's probability, nll2 the loss in base 2, and mass the sum of the
-    row's exp(z - base)."""
+    X is the logits' gradient up to a factor per row. The probability is p = 2^-nll2, where nll2 is
+    the row's loss divided by ln(2). `mass` is the sum of exp(z - base) over the row's logits z,
+    where base is the number subtracted from them."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass
@@ -789,10 +800,10 @@ def _linear_cross_entropy_hopper_bias_kernel(
     stop_column,  # columns from here on do not exist
     C: tl.constexpr,
 ):
-    """Multiply each row of X by the row's scale, and add the column sums to the gradient of the
-    bias.
+    """Add X's column sums to the bias's gradient, where X is the logits' gradient up to a factor
+    per row.
 
-    X is the logits' gradient up to a factor per row."""
+    With HAS_SCALE, each row of X is first multiplied by the row's scale."""
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = (local < width) & (first_column + local < stop_column)

@@ -8,20 +8,21 @@ The backward pass processes one block of classes after another, and computes the
 again, strip by strip. A kernel turns each strip into the logits' gradient G in the input dtype.
 Then cuBLAS writes the product of G and the hidden states into the block's rows of the weight's
 gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
-the weight's rows to the hidden states' gradient (dE) in fp32. The logits' gradient G has its own
-buffer, because writing G over the fp32 strip would save no memory. A narrower strip and a separate
-buffer for G together take as many bytes as a wide strip that G overwrites. If G overwrote the
-strip, the results would also depend on the order in which warps read and write.
+the weight's rows to the hidden states' gradient (dE) in fp32. For 16-bit inputs, the logits'
+gradient G has its own buffer, because writing G over the fp32 strip would save no memory. A
+narrower strip and this buffer together take as many bytes as a wide strip that G overwrites. If G
+overwrote the strip, the results would also depend on the order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
 blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all
 classes, and adds the adapter's product `low @ up.T`. A kernel computes the rows' statistics from
-this sum, and then the logits' gradient G from the same sum. Products with G are the gradients of
-the block's hidden states (dE), and of the block's `low` (the adapter's input to `up`). The gradient
-of `up` is summed over the blocks in fp32.
+this sum, and then the logits' gradient G from the same sum. G times the weight is the gradient of
+the block's hidden states (dE). G times `up` is the gradient of the block's `low` (the adapter's
+input to `up`). The gradient of `up` is summed over the blocks in fp32.
 
-The CPU never waits for the GPU and reads no value from it, and the launched kernels do not depend
-on values. So a CUDA graph can capture the calls. The kernels sum without atomic operations.
+The CPU never waits for the GPU and reads no value from it. Which kernels are launched does not
+depend on the values in the tensors. So a CUDA graph can capture the calls. The kernels sum without
+atomic operations.
 
 On an H200, forward plus backward pass take at least the sum of the first three times below (in s):
 - 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
@@ -285,7 +286,8 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Write the gradients of the loss with respect to a strip of products to the buffer `g`.
+    """Write the loss's gradients with respect to a strip to the buffer `g`. A strip is the products
+    of the hidden states and a range of the weight's rows.
 
     `g` has the input dtype and unit stride along columns, and may be the strip `s` itself. `grads`
     are the contiguous fp32 gradients of the per-row results.

@@ -2,8 +2,8 @@
 
 The formulas in N (rows), D (hidden size) and V (vocabulary) count the largest buffers, except the
 inputs and the returned gradients. `bytes_before` counts the full N x V buffers of a model without
-this op. `bytes_after` is an upper bound of the op's bytes: for blocks, per-row vectors and the fp32
-sum of the hidden states' gradient.
+this op. `bytes_after` is an upper bound of the op's bytes for blocks of logits, per-row vectors and
+the fp32 sum of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def bytes_before(
 
     In eager mode, the forward pass has the logits, an fp32 copy if the model casts them, and the
     output of log_softmax. Eager PyTorch's backward pass has the output of log_softmax, and the
-    gradients of the output and of the input of log_softmax. All three have the cast's dtype. The
-    logits are a fourth tensor if they are returned. In eager mode with the same 8192 rows and
-    256000 classes, the measured peak was 24000 MiB, and the formula gives 24000 MiB. This peak is
-    22839 MiB more than the size of the two returned gradients, which are allocated only after the
-    peak.
+    gradients of the output and of the input of log_softmax. All three tensors are fp32 if the model
+    casts the logits to fp32; otherwise they have the logits' dtype. The logits are a fourth tensor
+    if they are returned. In eager mode with the same 8192 rows and 256000 classes, the measured
+    peak was 24000 MiB, and the formula gives 24000 MiB. This peak is 22839 MiB more than the size
+    of the hidden states' and the weight's gradients. These two gradients are allocated only after
+    the peak.
     """
     logits = dtype.itemsize
     wide = max(logits, 4) if upcast else logits
@@ -208,11 +209,12 @@ def total_bytes(
     vectors take at most 64 bytes per row in total.
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
-    tiles. It also counts a block's hidden states, each row times its factor, and partial sums. For
-    plain PyTorch, the bound counts a block of logits (with a softcap, three such blocks). It also
-    counts a copy of the hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch
-    needs two more fp32 buffers. One sums the weight's gradient, and the other is a copy of some
-    rows of the weight.
+    tiles. It also counts partial sums of the hidden states' gradient (dE), and a copy of a block's
+    hidden states. Each row of this copy is multiplied by the factor that X lacks. For plain
+    PyTorch, the bound counts a block of logits (with a softcap, three such blocks). It also counts
+    a copy of the hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch needs
+    two more fp32 buffers. One sums the weight's gradient, and the other is a copy of some rows of
+    the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -229,8 +231,11 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return the same bound as `total_bytes`, for the implementation `library` and a frozen output
-    projection with a LoRA adapter."""
+    """Return an upper bound of the bytes that the implementation `library` allocates for a frozen
+    output projection with a LoRA adapter.
+
+    Like `total_bytes`, the bound is valid for a scalar loss. It leaves out the inputs, the
+    gradients, and the vectors with a number per row."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)

@@ -11,8 +11,8 @@ The op `linear_cross_entropy` saves its inputs, one lse per row and, if requeste
 row. The backward op computes the logits again. The forward pass of the op
 `linear_cross_entropy_total` also computes its operands' gradients from the same logits. So a
 training step takes three matrix products instead of four. The backward pass of
-`linear_cross_entropy_total` only multiplies the gradients from the forward pass by the gradient of
-the loss (`_head_loss.scaling`).
+`linear_cross_entropy_total` only multiplies the operands' gradients by the gradient that autograd
+passes in for the total loss. The module `_head_loss.scaling` does this multiplication.
 
 Four more ops support classes that are split over ranks (`vocabulary_parallel`). They compute one
 rank's statistics, merge statistics, compute a rank's total loss, and give all ranks the total of

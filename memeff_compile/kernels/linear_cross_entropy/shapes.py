@@ -133,9 +133,9 @@ def library_widths(
       The block has the input dtype (2 bytes per element).
     - For fp32 inputs, the gradient overwrites the product, so strip and block are one buffer.
 
-    The block may be narrower, down to half of the width that fits. The block gets the width with
-    the least predicted time. Few multiprocessors are then idle at the end of the product for the
-    weight's gradient.
+    The chosen block may be narrower than the widest block that fits, but it has at least half of
+    that width. The block gets the width with the least predicted time. Few multiprocessors are then
+    idle at the end of the product for the weight's gradient.
     """
     budget = workspace or max(LIBRARY_AUTO_BYTES, LIBRARY_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
@@ -335,9 +335,10 @@ class Room(NamedTuple):
     This memory is the rows of the weight's gradient for class `first_column` and later classes.
 
     Example: take 8 rows (tokens) and 4 features. A column of the logits' gradient G then takes
-    twice the bytes of a row of the weight's gradient. A block of classes needs memory for its
-    columns of G and for its rows of the weight's gradient. So at most one third of the remaining
-    classes form the next block.
+    twice the bytes of a row of the weight's gradient. For each class, a block needs memory for one
+    column of G and one row of the weight's gradient. Together, these two take as many bytes as
+    three rows. So the memory of the remaining classes' rows suffices for a block of at most one
+    third of these classes.
     """
 
     first_column: int
@@ -397,8 +398,9 @@ def hopper_rows(
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
     full tile.
 
-    The number of rows is the same for all GPUs, because ranks may have different GPUs. An estimate
-    of the memory may also be for a GPU of another machine.
+    The number of rows is the same for all GPUs, because ranks may have different GPUs. A second
+    reason is that estimates of the op's memory, which use this number, may be for a GPU of another
+    machine.
     """
     tile, shapes = shapes.rows, shapes._replace(programs=DEFAULT_PROCESSORS)
     product, _ = product_tile(depth, shapes)
@@ -424,7 +426,7 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
     - X (the logits' gradient up to a factor per row);
     - statistics of X's tiles, counted for the narrowest tiles;
-    - the block's hidden states, each row times its factor;
+    - a copy of the block's hidden states, with each row multiplied by the factor that X lacks;
     - partial sums of the hidden states' gradient (dE);
     - if there are several blocks, the scale factors of the sums of the weight's gradient (dC): one
       byte for each class and each slice of SLICE features.

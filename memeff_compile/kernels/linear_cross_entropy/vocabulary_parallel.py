@@ -37,8 +37,9 @@ depend only on these values:
 - the number of rows, and the classes of all ranks;
 - the dtype, the workspace and the kind of device.
 
-So ranks may use different implementations. Each rank gets the gradient of its W_r, and a summand of
-the gradient of h. The caller has to add up the summands of all ranks.
+So ranks may use different implementations. Each rank gets the gradient of its rows of the weight,
+and one summand of the gradient of the hidden states. The caller has to add up the summands of all
+ranks.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class Part(NamedTuple):
 
 
 def statistics(part: Part, counts: Tensor | None) -> Tensor:
-    """Return the statistics of this rank's columns, (k, ...), for merging."""
+    """Return the statistics of this rank's columns for merging: a tensor of shape (k, ...) with k
+    numbers per row."""
     if counts is not None:
         check_counts(counts, part.whole.target.numel())
     ignore_index = part.settings.ignore_index

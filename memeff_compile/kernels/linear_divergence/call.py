@@ -132,7 +132,10 @@ class Found(NamedTuple):
 def wanted(
     given: Request | ClassRequest, factors: Tensor | None, mask: Sequence[bool]
 ) -> tuple[bool, ...]:
-    """Return which gradients to compute; if `factors` is None, the call computes no gradient."""
+    """Return which gradients to compute: none if `factors` is None.
+
+    `factors` is the gradient with respect to the call's per-row results (`Found.rows`), with one
+    number per element."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)
@@ -215,8 +218,9 @@ def columns_of(vocab: int, tile: int) -> int:
 class Slots(NamedTuple):
     """The buffers (slots) that contain the gradients of one block of rows each.
 
-    A slot has `rows` rows. One matrix product multiplies the gradients of `blocks` slots. `others`
-    is the number of further slots, which the teacher's logits use."""
+    A slot has `rows` rows. One matrix product multiplies the logits' gradients in `blocks` slots by
+    the weight, and another one multiplies them by the hidden states. `others` is the number of
+    further slots, which the teacher's logits use."""
 
     rows: int
     blocks: int
@@ -226,7 +230,8 @@ class Slots(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Return the number of rows whose gradients one matrix product multiplies."""
+        """Return the number of rows whose logits' gradients are multiplied by the weight, or by the
+        hidden states, in one matrix product."""
         return self.rows * self.blocks
 
     @property

@@ -162,9 +162,10 @@ def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
 def _slope(p, q, log_p, log_q, log_m, a3, a4, a5, a6, share, HAS_MIXTURE: tl.constexpr):
     """Return p times the derivative of a row's divergence with respect to p.
 
-    Of the divergence, the function counts only the terms with the factors `a3` to `a6`. The
-    derivative may lack a number that is the same for all classes, because this number cancels in
-    the logits' gradient."""
+    Of the divergence's terms, the function counts only a3 sum(p log p), a4 sum(p log q), a5 sum(q
+    log m) and a6 sum(p log m). Here, m is the mixture share * q + (1 - share) * p. The derivative
+    may lack a number that is the same for all classes, because this number cancels in the logits'
+    gradient."""
     found = a3 * _times(p, log_p) + a4 * _times(p, log_q)
     if HAS_MIXTURE:
         of_q = tl.where(q == 0.0, 0.0, tl.exp(log_q - log_m))
@@ -348,7 +349,7 @@ def _linear_divergence_kept_logits_place_kernel(
     """Write a row's gradient at its listed classes.
 
     A row may list a class more than once. The gradient of this class then contains the sum of the
-    factors of all its entries."""
+    incoming gradients of all its entries in the list."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

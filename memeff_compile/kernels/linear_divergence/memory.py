@@ -106,10 +106,10 @@ def cost_of_few_rows(rows: int) -> str:
     """Return a remark for the report if the call has so few rows that the op is slower than
     Inductor.
 
-    The probable cause is a kernel that Inductor's code does not need, which multiplies the weight's
-    gradient by the gradient of the loss. At 2048 rows, this kernel takes 0.7 ms of the 17.8 ms that
-    all kernels of the loss take together. These times are for a direct call of the loss function.
-    The loss in a compiled graph was not profiled.
+    The probable cause is a kernel that Inductor's code does not need. The kernel multiplies the
+    weight's gradient by a single number: the gradient that autograd passes in for the loss. At 2048
+    rows, this kernel takes 0.7 ms of the 17.8 ms that all kernels of the loss take together. These
+    times are for a direct call of the loss function. The loss in a compiled graph was not profiled.
     """
     if rows > FEW_ROWS:
         return ""

@@ -8,10 +8,10 @@ implementation.
   backward pass computes the logits again.
 
 The forward pass of `linear_divergence_total` also computes its operands' gradients. The backward
-pass of this op only multiplies these gradients by the gradient of the loss. The product is written
-in place if no other code can read the gradients. The ops compute no gradient for the teacher. The
-three ops do not change their inputs; Inductor treats the ops as opaque, and autocast does not
-affect them.
+pass of this op only multiplies these gradients by the gradient that autograd passes in for the op's
+sum. The product is written in place if no other code can read the gradients. The ops compute no
+gradient for the teacher. The three ops do not change their inputs; Inductor treats the ops as
+opaque, and autocast does not affect them.
 """
 
 from __future__ import annotations

@@ -104,11 +104,11 @@ class Settings:
         return self.granularity == "row"
 
     def turned(self, channels: int) -> tuple[int, int]:
-        """Return the number of groups of channels that the Hadamard transform combines, and the
-        size of a group.
+        """Return how many groups of channels one Hadamard transform combines, and how many channels
+        a group has.
 
-        A group consists of neighbouring channels. The groups are at equal distances from one
-        another.
+        A group consists of neighbouring channels. The groups start at equal distances: `channels`
+        divided by the number of groups.
         """
         return TURNED["small" if self.is_small else "8 bits"][channels]
 
@@ -168,7 +168,8 @@ class Values:
         """Return the number that is subtracted from the running maximum of the scores.
 
         The running maximum minus this offset is subtracted from every score. A softmax weight is 2
-        to the power of the result. So no softmax weight is larger than `top`.
+        to the power of the result. So no softmax weight is larger than this format's field `top`
+        (448 for E4M3).
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
@@ -176,7 +177,7 @@ class Values:
         """Return `x`, rounded to this number format.
 
         `x` contains softmax weights or values in fp32. They are scaled so that no absolute value is
-        larger than `top`.
+        larger than this format's field `top` (448 for E4M3).
         """
         if self.dtype is None:
             return x

@@ -100,11 +100,11 @@ def shape_for(
 ) -> Shape:
     """Return the tile shape of the attention kernel for a head dimension and GPU.
 
-    With `has_tables`, the kernel also loads other numbers per key: a mask, sequence ids, scales, or
-    scores of the queries' means that it adds after the product of queries and keys. With
-    `has_starts`, the sums of this product start from the scores of the queries' means. Only Hopper
-    GPUs have enough shared memory for these scores in addition to the tiles. With `has_f16`,
-    softmax weights and values are fp16.
+    With `has_tables`, the kernel also loads numbers per key other than k and v: a mask, sequence
+    ids, scales, or the scores of the queries' means. The kernel adds these scores after the product
+    of queries and keys. With `has_starts`, the sums of this product start from the scores of the
+    queries' means instead. Only Hopper GPUs have enough shared memory for these scores in addition
+    to the tiles. With `has_f16`, softmax weights and values are fp16.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     has_tables = has_tables or (has_starts and kind != "hopper")

@@ -11,9 +11,9 @@ The product of a tile's softmax weights and values is computed separately, and t
 the sum over the earlier tiles. The reason is that tensor cores which multiply 8-bit floats keep
 only about 14 bits of a sum, too few for many keys.
 
-The softmax weights are not in the registers from which the product with the values would read them.
-So `prepare_kernels` stores the tokens of v in the order in which the registers contain the softmax
-weights. `_reordered` computes this order.
+After the softmax, the registers contain a tile's 8-bit weights in another order of keys than a
+matrix product with v expects. So `prepare_kernels` stores the tokens of v in the order in which the
+registers contain the softmax weights. `_reordered` computes this order.
 
 With UPCAST, the kernel computes in fp32 with the same rounding, because Triton's interpreter has no
 8-bit arithmetic.
@@ -70,8 +70,8 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 def _scores(q, k, start, C: tl.constexpr):
     """Return the scores q k^T of a tile as fp32.
 
-    - With MAGIC_SUM, the result is the scores plus MAGIC_VALUE. So the bits of an int32 sum can be
-      read as the bits of a float.
+    - With MAGIC_SUM, the result is the scores plus the constant MAGIC_VALUE (1.5 * 2^23). So the
+      bits of an int32 sum can be read as the bits of a float.
     - With STARTS, the result is the scores plus `start`. `start` is MAGIC_VALUE (1.5 * 2^23) plus
       the scaled scores of the queries' means. The absolute values of these scores are below 2^22.
     """

@@ -58,7 +58,8 @@ class Quantizer:
     is_native: bool = False  # computed in the dtype of x, each step rounded; otherwise in float32
 
     def arguments(self) -> tuple[str, float, bool, bool, bool]:
-        """Return the fields in the order of the ops' arguments."""
+        """Return the fields of this quantiser in the order in which the `ternary_linear` ops take
+        them."""
         return self.kind, self.eps, self.adds_eps, self.is_step, self.is_native
 
 

@@ -63,9 +63,9 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Return (M, K) int8 codes in the order of packed weights, as (M, 4, 4 * words).
+    """Rearrange int8 codes of shape (M, K) into the order of packed weights, as (M, 4, 4 * words).
 
-    Columns after K are zero.
+    Here, words is the number of 32-bit words in a row of packed weights. Columns after K are zero.
     """
     rows, columns = codes.shape
     words = words_for(columns)

@@ -47,7 +47,7 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the tile sizes for at most 4 tokens that were fastest, or nearly fastest, on an H200.
+    """For at most 4 tokens, return the tile sizes that were fastest, or nearly fastest, on an H200.
 
     `words` is the number of 32-bit words in a row of weights. `rows` is the number of rows of all
     matrices of the launch.
@@ -87,9 +87,7 @@ def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the tile sizes and warps for up to 4 quantised tokens that were the fastest on an
-    H200.
-    """
+    """For up to 4 quantised tokens, return tile sizes and warps that were fastest on an H200."""
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
         return VectorShapes(8, 4)

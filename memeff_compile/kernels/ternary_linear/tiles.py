@@ -131,9 +131,10 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums of codes (M,) int32.
 
-    With `is_chained`, the next kernel in the stream may start before this kernel has ended. That
-    next kernel must be a `product` or `vectors` with `is_chained`. With `is_early`, this kernel may
-    start before the previous kernel in the stream has ended.
+    Here, words is the number of 32-bit words in a row of packed weights. With `is_chained`, the
+    next kernel in the stream may start before this kernel has ended. That next kernel must be
+    launched by `product` or `products` with `is_chained`, or by `vectors` with `is_early`. With
+    `is_early`, this kernel may start before the previous kernel in the stream has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -313,7 +314,8 @@ def products(
     Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is M, is given.
 
     One launch multiplies up to three matrices, but only one matrix if it also adds a residual. With
-    `is_chained`, the previous kernel in the stream must be a `quantize` with `is_chained`.
+    `is_chained`, the previous kernel in the stream must be launched by `quantize` with
+    `is_chained`.
     """
     kinds = {t.dtype for t in weight_scale}, {None if t is None else t.dtype for t in bias}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
