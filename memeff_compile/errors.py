@@ -37,11 +37,13 @@ class StrictError(MemeffError, RuntimeError):
 
 
 class StaleLogitsError(MemeffError, RuntimeError):
-    """Deferred logits were read after their output projection had been changed in place."""
+    """Deferred logits (computed on first use) were read after the weight of their output
+    projection had been changed in place."""
 
 
 class ShardedLogitsError(MemeffError, RuntimeError):
-    """Only one rank read deferred logits whose output projection is split over ranks."""
+    """One rank alone read deferred logits (computed on first use) of an output projection that is
+    split over ranks; all ranks must read such logits together."""
 
 
 class TargetRangeError(MemeffError, IndexError):
@@ -67,12 +69,15 @@ class VerifyError(MemeffError, RuntimeError):
 
 
 class ExplainError(MemeffError, ValueError):
-    """A model or setting for `explain` cannot be read, built or captured."""
+    """`explain` (the prediction of memory) cannot use a setting, or cannot read, build or capture
+    the model."""
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration was called without inputs, for a model without any layer that the calibration
-    can score, or with an unknown low-bit format.
+    """A calibration or `fidelity_report` got no inputs or an invalid argument.
+
+    A calibration of attention also raises this error if the model called no attention for which
+    the calibration can measure the error of low-bit formats.
     """
 
 
