@@ -37,13 +37,21 @@ class StrictError(MemeffError, RuntimeError):
 
 
 class StaleLogitsError(MemeffError, RuntimeError):
-    """Deferred logits (computed on first use) were read after the weight of their output
-    projection had been changed in place."""
+    """Deferred logits (computed on first use) were read after a tensor from which they are computed
+    had changed in place.
+
+    Such tensors are the hidden states and the weight of the output projection, among others. The
+    error is also raised if the memory of such a tensor was freed or replaced.
+    """
 
 
 class ShardedLogitsError(MemeffError, RuntimeError):
-    """One rank alone read deferred logits (computed on first use) of an output projection that is
-    split over ranks; all ranks must read such logits together."""
+    """Deferred logits of an output projection that is split over ranks were read without
+    `full_tensor()`, or received a gradient.
+
+    Deferred logits are computed on first use. If the output projection is split over ranks, all
+    ranks must call `full_tensor()` to read the logits.
+    """
 
 
 class TargetRangeError(MemeffError, IndexError):
@@ -74,10 +82,10 @@ class ExplainError(MemeffError, ValueError):
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration or `fidelity_report` got no inputs or an invalid argument.
+    """`calibrate_attention` or `fidelity_report` got no inputs or an invalid argument.
 
-    A calibration of attention also raises this error if the model called no attention for which
-    the calibration can measure the error of low-bit formats.
+    `calibrate_attention` also raises this error if the model called no attention for which the
+    calibration can measure the error of low-bit formats.
     """
 
 

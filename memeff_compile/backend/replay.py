@@ -12,8 +12,9 @@ Several calls with the same addresses, sizes and numbers run as follows:
 - the third call records the step as a CUDA graph;
 - the third call and all later calls replay this graph.
 
-A call with other addresses, but the same sizes and numbers, can skip the first two stages. Such a
-call is recorded immediately if earlier recordings were replayed often enough.
+After a call has run on static buffers, calls with other addresses can skip the first two stages.
+Their sizes and numbers must be the same. Such a call is recorded immediately if earlier recordings
+were replayed often enough.
 """
 
 from __future__ import annotations

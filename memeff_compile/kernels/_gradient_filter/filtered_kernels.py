@@ -294,8 +294,8 @@ def _gradient_filter_check_kernel(
     """Correct an earlier estimate (the base of a row) if it is far from the row's largest logit.
 
     The base estimates the row's log-sum-exp (filter `mass`) or its largest logit (filter `block`).
-    The kernel replaces a base that is too far off by the row's largest logit, and then stores 1 in
-    `again_ptr`.
+    If the base is too far off, the kernel replaces the base by the row's largest logit, and stores
+    1 in `again_ptr`.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -605,9 +605,11 @@ def _gradient_filter_fill_kernel(
     """Compute the logits of some tiles again, and store the gradients of these logits.
 
     Each row has a factor by which its gradients must still be multiplied. This kernel leaves the
-    factor out, and later kernels multiply by it. The stored gradients are zero for classes
-    that the filter drops in a group. If the constant WHOLE is set, the filter keeps or drops tiles
-    as a whole, and no element of a kept tile is zeroed.
+    factor out. For the weight's gradient, another kernel multiplies a copy of the hidden states by
+    the factor. For the hidden states' gradient, a later kernel multiplies the result by the factor.
+    The stored gradients are zero for classes that the filter drops in a group. If the constant
+    WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is
+    zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)

@@ -1,5 +1,5 @@
 """The sizes that the loops over blocks of rows use for a call with a gradient filter: groups of
-rows, tiles and launch grids."""
+rows, tiles and launch options."""
 
 from __future__ import annotations
 
