@@ -72,9 +72,10 @@ def linear_divergence(
         hidden: (..., D), the student's hidden states; bf16, fp16, fp32 or fp64.
         weight: (V, D), the weight of the student's output projection, in the dtype of `hidden`.
         teacher: (..., K), the teacher's hidden states; or (..., V), its logits. A compiled teacher
-            may return deferred logits, which are computed on first use. This function does not
-            compute deferred logits, unless they have a softcap. (Under torch.no_grad() logits are
-            not deferred.)
+            may return deferred logits, which are computed on first use. For most deferred logits,
+            this function uses the hidden states and the weight, and does not compute the logits.
+            Examples of exceptions are logits with a softcap, logits that were written to, and an
+            output projection with adapters. (Under torch.no_grad() logits are not deferred.)
         teacher_weight: (V, K), the weight of the teacher's output projection, in the dtype of
             `teacher`; None if `teacher` contains logits.
         kind: the name of the divergence, as in the list above.
@@ -189,8 +190,11 @@ def _with_rest(logs: Tensor) -> Tensor:
 
 
 def _factors_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-    """Return hidden states, weight, bias and scale of deferred logits, without computing the
-    logits."""
+    """Return the operands from which deferred logits (logits computed on first use) are computed.
+
+    The operands are the hidden states, the weight, the bias and the scale. The logits are not
+    computed. Return None for other tensors, and for logits that these operands do not determine.
+    """
     if type(logits) is Tensor:
         return None
     from .logits.tensor import DeferredLogits

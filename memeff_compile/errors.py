@@ -37,11 +37,21 @@ class StrictError(MemeffError, RuntimeError):
 
 
 class StaleLogitsError(MemeffError, RuntimeError):
-    """Deferred logits were read after their output projection had been changed in place."""
+    """Deferred logits (computed on first use) were read after a tensor from which they are computed
+    had changed in place.
+
+    Such tensors are the hidden states and the weight of the output projection, among others. The
+    error is also raised if the memory of such a tensor was freed or replaced.
+    """
 
 
 class ShardedLogitsError(MemeffError, RuntimeError):
-    """Only one rank read deferred logits whose output projection is split over ranks."""
+    """Deferred logits of an output projection that is split over ranks were read without
+    `full_tensor()`, or received a gradient.
+
+    Deferred logits are computed on first use. If the output projection is split over ranks, all
+    ranks must call `full_tensor()` to read the logits.
+    """
 
 
 class TargetRangeError(MemeffError, IndexError):
@@ -67,12 +77,15 @@ class VerifyError(MemeffError, RuntimeError):
 
 
 class ExplainError(MemeffError, ValueError):
-    """A model or setting for `explain` cannot be read, built or captured."""
+    """`explain` (the prediction of memory) cannot use a setting, or cannot read, build or capture
+    the model."""
 
 
 class CalibrationError(MemeffError, ValueError):
-    """A calibration was called without inputs, for a model without any layer that the calibration
-    can score, or with an unknown low-bit format.
+    """`calibrate_attention` or `fidelity_report` got no inputs or an invalid argument.
+
+    `calibrate_attention` also raises this error if the model called no attention for which the
+    calibration can measure the error of low-bit formats.
     """
 
 

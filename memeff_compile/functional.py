@@ -119,7 +119,8 @@ def linear_cross_entropy(
         filter: "exact", "mass", "block" or "published". With "exact", the gradients contain every
             class. The other filters may leave unlikely classes out of the gradients, like the modes
             of the option `memeff.linear_cross_entropy` with the same names.
-        return_stats: also return `Stats`, which the same kernels compute.
+        return_stats: also return `Stats`. The op that computes the loss also computes these
+            statistics.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs): a scalar, or a tensor shaped like `target` for the

@@ -112,8 +112,8 @@ class Hooks:
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Replace Dynamo's guards on those graph inputs that are tensors of the system (such as KV
-        caches).
+        """Replace Dynamo's guards on those graph inputs that are tensors of the system (such as
+        compressed weights).
 
         This method is called only for graphs without gradients."""
 

@@ -55,7 +55,8 @@ def memeff(
     Raises:
         OptionError: an option has an unknown name, a wrong type or a value out of range.
         StrictError: a pass named in `memeff.strict` did not apply.
-        MemeffError: `memeff.logits` is `none` and another part of the model reads the logits.
+        MemeffError: `memeff.logits` is `none`, and DDP splits the model between the logits and the
+            code that reads them.
     """
     chosen = or_off(Options.parse(mode, options))
     for hooks in system.hooks():
@@ -189,9 +190,9 @@ def compile(
             `generate()` then uses such a cache, as after `use_kv_cache_`.
         **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
             `weights="win4"` calls `compress_(model, "win4")` before the compilation. Any codec
-            of `compress_` can be passed. `compression_report(model)` returns the report.
-            `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before the compilation. Any
-            recipe of `ternarize_` can be passed.
+            of `compress_` can be passed. `compression_report(model)` returns the report of the
+            compression. `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before the
+            compilation. Any recipe of `ternarize_` can be passed.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.

@@ -12,8 +12,9 @@ Several calls with the same addresses, sizes and numbers run as follows:
 - the third call records the step as a CUDA graph;
 - the third call and all later calls replay this graph.
 
-After a step has run on static buffers, a call with other addresses is recorded immediately, if
-earlier recordings were replayed often enough.
+After a call has run on static buffers, calls with other addresses can skip the first two stages.
+Their sizes and numbers must be the same. Such a call is recorded immediately if earlier recordings
+were replayed often enough.
 """
 
 from __future__ import annotations
@@ -388,8 +389,11 @@ class CudaEngine:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
-        """Return whether a recording can start, that is, whether no other code is recording a CUDA
-        graph or tracing calls."""
+        """Return whether a recording can start.
+
+        No recording can start while the current stream is recorded as a CUDA graph, or while a
+        PyTorch mode (as in tracing) intercepts operations.
+        """
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
     def stream(self) -> int:

@@ -104,8 +104,8 @@ def compile_heads(model: nn.Module, options: Options) -> int:
     were compiled.
 
     These projections return deferred logits, which are computed only on first use.
-    `memeff.logits=none` (return no logits) has no effect here, because the loss in a later graph
-    needs the logits.
+    `memeff.logits=none` (return no logits) has no effect here, because the loss is in a later graph
+    and takes the deferred logits as input.
     """
     found = [each for each in model.modules() if _is_head_apart(each)]
     given = {"backend": "memeff", "options": replace(options, logits="deferred").to_dict()}

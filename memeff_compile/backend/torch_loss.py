@@ -2,9 +2,10 @@
 
 PyTorch forces `allow_retain_graph=True` while Dynamo traces, and warns that this keeps one more
 buffer. The warning breaks the graph inside the function, so that the loss runs outside any graph.
-With this backend, the pass `fuse_linear_cross_entropy` replaces the loss, so the buffer is never
-allocated. Therefore this module sets `allow_retain_graph=True` itself before Dynamo traces, and
-PyTorch does not warn. For other backends, PyTorch's function is traced unchanged.
+This module sets `allow_retain_graph=True` itself before Dynamo traces, so PyTorch does not warn and
+the loss stays in the graph. The pass `fuse_linear_cross_entropy` then replaces PyTorch's loss,
+which therefore never allocates the extra buffer of `allow_retain_graph=True`. For other backends,
+PyTorch's function is traced unchanged.
 """
 
 from __future__ import annotations

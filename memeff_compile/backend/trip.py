@@ -178,11 +178,11 @@ class Trip:
 
     def _guard(self, info: GraphInfo) -> None:
         """Replace Dynamo's guards on graph inputs that belong to an optional part of this package,
-        such as the tensors of a KV cache.
+        such as compressed weights.
 
         In the code, such an optional part is called a system. Each system replaces the guards on
-        its own tensors. Graphs in which gradients are enabled, and exported graphs, keep Dynamo's
-        guards.
+        its own tensors by cheaper guards. Graphs in which gradients are enabled, and exported
+        graphs, keep Dynamo's guards.
         """
         if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
@@ -273,8 +273,8 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
     """Return the compiled callable in a form that `aot_compile` can save.
 
-    That form contains only the inner compiler's callable and the wrappers that every process needs,
-    without verification and CUDA graphs.
+    That form has no verification and no CUDA graphs. It contains only the inner compiler's callable
+    and the wrappers that every process needs.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"

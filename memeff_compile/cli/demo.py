@@ -3,7 +3,8 @@
 The training text is the Python sources on this machine, so the demo downloads no data. Each run is
 a new process that compiles, warms up, and then reports the peak memory of its training steps. On a
 GPU, this is the peak that the allocator counts. On the CPU, it is the peak of the process's
-resident memory. The plot is saved in demo_output/.
+resident memory. If matplotlib is installed, a plot of the losses and the peak memory is saved in
+demo_output/.
 """
 
 from __future__ import annotations

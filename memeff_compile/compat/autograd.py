@@ -82,7 +82,7 @@ def may_be_under_policy(target: object) -> bool:
 
     PyTorch raises an error if a checkpoint with a policy contains a higher-order operation without
     a rule for such checkpoints. Nested checkpoints and autograd functions need no rule, because
-    tracing enters them.
+    PyTorch traces the operations inside them.
     """
     if not isinstance(target, HigherOrderOperator):
         return True
@@ -187,8 +187,9 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
     """Delete a tensor's table of hooks if the table is empty because all hooks were removed.
 
     If a module whose weights are tensor subclasses is moved to another device, PyTorch calls
-    `torch.utils.swap_tensors`. After the swap, PyTorch takes even an empty table of hooks as a sign
-    that the tensor's hooks are installed. Hooks registered after the swap would then never run.
+    `torch.utils.swap_tensors`. The swap keeps the table but breaks its connection to autograd.
+    PyTorch connects a table only when it creates the table. So hooks that are added to the kept
+    table after the swap would never run.
     """
     if not tensor._post_accumulate_grad_hooks:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]

@@ -52,7 +52,7 @@ def ignores_gradients(hook: Any) -> bool:
 
 
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of `weight` if FSDP2 gathered it, else None.
+    """Return this rank's shard of `weight`, or None if `weight` was not gathered by FSDP2.
 
     Optimizers and loaded checkpoints write to the shard, so `weight` has the new values only
     after FSDP2 gathers it again.
@@ -210,8 +210,9 @@ def awaits_backward(module: torch.nn.Module) -> bool:
 
 
 def keep_gathered(module: torch.nn.Module, stays: bool) -> None:
-    """Keep the parameters of an FSDP2 module gathered after its forward pass, or restore the user's
-    setting.
+    """If `stays` is true, keep the parameters of an FSDP2 module gathered after its forward pass.
+
+    If `stays` is false, restore the user's setting `reshard_after_forward`.
     """
     for state in _fsdp2_states():
         if module not in state._modules:

@@ -61,8 +61,11 @@ def example_value(node: Node) -> Any:
 
 
 def example_input(node: Node) -> Any:
-    """Return the real object that the user passed for a placeholder, while the placeholder's graph
-    is compiled; otherwise None."""
+    """Return the real object that the user passed for a placeholder.
+
+    The object is known only while the placeholder's graph is being compiled. At other times, return
+    None.
+    """
     with contextlib.suppress(AttributeError, AssertionError):
         return node.meta.get("grapharg").example  # type: ignore[union-attr]
     return None
@@ -163,10 +166,11 @@ def readable_source(node: Node) -> str:
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
-    """Return the positions of those inputs of the graph that another graph partition computes.
+    """Return the positions of those inputs of the graph that an earlier graph partition of DDP
+    computes.
 
-    DDP splits a captured graph where DDP's gradient buckets end. An input that an earlier partition
-    computed is not an input that the user passes.
+    DDP splits a captured graph into partitions where DDP's gradient buckets end. An input that an
+    earlier partition computed is not an input that the user passes.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
@@ -304,7 +308,8 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
 def guard_by_attribute(nodes: Iterable[Node], name: str) -> None:
     """For each of the inputs `nodes`, replace all guards on the input by a single guard.
 
-    The new guard compares an integer attribute of the input, which has the name `name`.
+    The new guard requires that the input's integer attribute `name` has the same value as at
+    compilation.
 
     For a tensor subclass, Dynamo would guard each inner tensor, and each of these guards calls
     Python code. Pass all inputs in one call of this function. Each call goes through all guards of
@@ -437,8 +442,8 @@ def room_for_graphs(limit: int = 64, *, shared: bool = False) -> dict[str, Any]:
     Dynamo counts graphs per code object, and transformers wraps the forward of every model in the
     same decorator. So the graphs of all models count towards one limit, and models of one class use
     the same graphs. With `shared`, this stays so. Otherwise the model has its own graphs, and only
-    these count. Before torch 2.13, torch.compile has no limit for a single model. This function
-    then returns no arguments, and increases the limit of all models instead.
+    these count. Before torch 2.13, torch.compile has no argument that sets a limit for a single
+    model. This function then returns no arguments, and increases the limit of all models instead.
     """
     from torch._dynamo import config
 

@@ -79,8 +79,8 @@ def compile_with_inductor(
 
     Inductor's on-disk caches identify an op of this package only by its name, but the op may change
     between versions. So this function adds the schemas of the ops to the key of each cache entry.
-    `tag` is a string, also part of the key, with all other facts that affect the compiled ops but
-    are not in the graph.
+    The string `tag` is also part of the key. `tag` describes all other facts that affect the
+    compiled ops but are not in the graph.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -100,10 +100,10 @@ def _operations_to_cache() -> dict[str, str]:
 
     Unless a setting names these operations, torch 2.11 and 2.12 do not cache graphs with them.
 
-    If a checkpoint makes the backward pass call a random operation again, AOTAutograd wraps the
-    operation in `graphsafe_run_with_rng_state` on a GPU. PyTorch also counts its fused attention
-    without dropout as random. The state of the random numbers is an argument of the compiled code,
-    so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks
+    With activation checkpointing, the backward pass may call a random operation again. On a GPU,
+    AOTAutograd wraps such an operation in `graphsafe_run_with_rng_state`. PyTorch also counts its
+    fused attention without dropout as random. The state of the random numbers is an argument of the
+    compiled code, so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks
     `graphsafe_run_with_rng_state` as cacheable.
     """
     from torch._prims import rng_prims
@@ -159,9 +159,9 @@ def checks_best_vectors_only(patches: Mapping[str, Any]) -> Iterator[None]:
 
     Before Inductor first generates C++, it compiles and loads test programs for each set of vector
     instructions that the CPU has. Inductor tests one set after another, and then uses the best set.
-    In this context, Inductor checks the next best set only if the check of the best one failed. The
-    check begins at once in a thread. If a setting asks for a certain set, this context does not
-    apply: Inductor checks all sets.
+    In this context, Inductor checks the next best set only if the check of the best one failed.
+    When the context begins, a thread starts to check the best set. If a setting asks for a certain
+    set, this context does not apply: Inductor checks all sets.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -222,8 +222,9 @@ def is_to_be_saved() -> bool:
 
 
 def has_artifact(compiled: Compiled) -> bool:
-    """Return whether AOTAutograd created the given callable, because such a callable has an
-    artifact that can be saved.
+    """Return whether AOTAutograd created the given callable.
+
+    Only callables created by AOTAutograd have an artifact that can be saved.
     """
     return getattr(compiled, "serialize", None) is not None
 
@@ -410,8 +411,11 @@ _capture_lock = threading.Lock()
 
 
 def forget_workspaces() -> None:
-    """Make cuBLAS allocate new workspaces, because a workspace that a recording uses may otherwise
-    be freed."""
+    """Free the workspaces of cuBLAS, so that cuBLAS allocates new workspaces.
+
+    The workspaces of a recorded CUDA graph must lie in the graph's memory pool. Memory outside of
+    the pool may be freed while the graph still uses it.
+    """
     torch._C._cuda_clearCublasWorkspaces()
 
 

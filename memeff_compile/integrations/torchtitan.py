@@ -121,7 +121,11 @@ def _unserved(head: Any, *tensors: Tensor) -> str | None:
     exact=True,
 )
 def fused_loss(cfg: Any) -> Any:
-    """Replace torchtitan's configuration of chunked cross entropy by this package's loss."""
+    """Return the configuration of this package's loss in place of torchtitan's configuration of
+    chunked cross entropy.
+
+    For other losses, return torchtitan's configuration unchanged.
+    """
     if type(cfg.loss_fn) is not CrossEntropyLoss.Config:
         log.warning("The loss stays in torchtitan's chunks: it is no cross entropy.")
         return cfg

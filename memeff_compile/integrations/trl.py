@@ -6,9 +6,9 @@ While this backend captures such a model, the same formula in plain PyTorch repl
 The pass `fuse_linear_cross_entropy` rewrites that formula into one op. Outside of such a capture,
 and with any other backend, TRL's own function runs.
 
-On a GPU, TRL first selects the tokens whose labels count in the loss, then calls the function. The
-number of these tokens depends on the data, so the graph of the model ends at the selection. The
-next graph then contains the output projection and the loss.
+On a GPU, TRL first selects the tokens whose labels count in the loss. Then TRL calls its function
+for log-probabilities. The number of the selected tokens depends on the data, so the graph of the
+model ends at the selection. The next graph then contains the output projection and the loss.
 """
 
 from __future__ import annotations

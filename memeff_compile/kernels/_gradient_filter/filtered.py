@@ -449,7 +449,7 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops under a gradient filter.
+    """The loops over blocks of rows or classes for a call with a gradient filter.
 
     Like each module that implements the loss op without a filter, the class has the functions
     `forward`, `total` and `backward`.
@@ -459,7 +459,7 @@ class Walks(NamedTuple):
 
     @property
     def forward(self) -> Any:
-        """Return the forward pass of the loss op's implementation.
+        """Return `forward` of the module that implements the loss op without a filter.
 
         A gradient filter does not change the forward pass.
         """

@@ -291,10 +291,11 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Replace the base of a row by the row's largest logit if these two numbers are far apart.
+    """Correct an earlier estimate (the base of a row) if it is far from the row's largest logit.
 
-    The base is an earlier estimate of the row's log-sum-exp (filter `mass`) or of its largest logit
-    (filter `block`). If the kernel replaces a base, it stores 1 in `again_ptr`.
+    The base estimates the row's log-sum-exp (filter `mass`) or its largest logit (filter `block`).
+    If the base is too far off, the kernel replaces the base by the row's largest logit, and stores
+    1 in `again_ptr`.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -519,12 +520,13 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """Write two lists of the tiles that the filter keeps, one for each of two matrix products.
+    """Write two lists of the tiles of classes that the filter keeps for groups of rows, one list
+    for each of two matrix products.
 
-    The product with the weight needs a group's tiles next to each other. The product with the
-    hidden states needs, for each tile of classes, the groups that keep the tile. The kernels
-    process the tiles of classes in several passes. A program lists, for one pass, the tiles of one
-    group of rows.
+    The product with the weight needs all tiles that the filter keeps for a group of rows next to
+    each other. The product with the hidden states needs, for each tile of classes, the groups of
+    rows for which the filter keeps the tile. The kernels process the tiles of classes in several
+    passes. A program lists, for one pass, the tiles of one group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -600,12 +602,14 @@ def _gradient_filter_fill_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the logits of some tiles again, and store the logits' gradients without one factor
-    per row.
+    """Compute the logits of some tiles again, and store the gradients of these logits.
 
-    A later kernel multiplies its results by this factor. The stored gradients are zero for classes
-    that the filter drops in a group. If the constant WHOLE is set, the filter keeps or drops tiles
-    as a whole, and no element of a kept tile is zeroed.
+    Each row has a factor by which its gradients must still be multiplied. This kernel leaves the
+    factor out. For the weight's gradient, another kernel multiplies a copy of the hidden states by
+    the factor. For the hidden states' gradient, a later kernel multiplies the result by the factor.
+    The stored gradients are zero for classes that the filter drops in a group. If the constant
+    WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is
+    zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
@@ -654,7 +658,7 @@ def _gradient_filter_fill_kernel(
 
 @triton.jit
 def _part(tile, index: tl.constexpr, C: tl.constexpr):
-    """Return share number `index` of the PARTS equal shares of a tile's columns."""
+    """Split a tile's columns into PARTS equal shares, and return the share with index `index`."""
     part = halves_of(tile, C.TILE, C.BN)[index * 2 // C.PARTS]
     if C.PARTS == 4:
         part = halves_of(part, C.TILE, C.BN // 2)[index % 2]

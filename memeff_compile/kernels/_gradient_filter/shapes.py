@@ -1,4 +1,5 @@
-"""All sizes of the loops under a gradient filter: groups, tiles and launches."""
+"""The sizes that the loops over blocks of rows use for a call with a gradient filter: groups of
+rows, tiles and launch options."""
 
 from __future__ import annotations
 

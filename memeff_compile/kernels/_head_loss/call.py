@@ -1,4 +1,4 @@
-"""The arguments that every implementation takes, and the results that every implementation returns.
+"""The arguments and the results of every implementation of a loss op.
 
 For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`. `backward`
 also takes `RowGradients` and `Saved`, and returns `Gradients`. For a scalar loss, the arguments are

@@ -131,10 +131,11 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 class Ranks(NamedTuple):
     """The ranks that split the classes, and exchange statistics once per block of rows.
 
-    For each row, a rank sends the log-sum-exp over its classes, and a loss. The loss is the row's
-    loss over the rank's classes if the rank has the target's class, otherwise 0. Ranks exchange no
-    other data. All implementations exchange log-sum-exps and losses in the same format. Blocks
-    contain rows in the order that `counted_first` returns, which is the same on all ranks.
+    For each row, a rank sends the log-sum-exp over its classes, and a loss. If the rank has the
+    target's class, the loss is this log-sum-exp minus the target's logit. Otherwise the loss is 0.
+    Ranks exchange no other data. All implementations of the loss op exchange log-sum-exps and
+    losses in the same format. Blocks contain rows in the order that `counted_first` returns, which
+    is the same on all ranks.
     """
 
     rank: int

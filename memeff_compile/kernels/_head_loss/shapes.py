@@ -37,8 +37,8 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The properties of a loss implementation's tiles that the copy of hidden-state rows depends
-    on."""
+    """The properties of a loss implementation's tiles on which the kernel that copies rows of
+    hidden states depends."""
 
     @property
     def rows(self) -> int:

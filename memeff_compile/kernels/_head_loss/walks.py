@@ -48,8 +48,8 @@ class Statistics(Walk):
 class Differentiating(Walk):
     """A loop that computes gradients.
 
-    Some loops keep the logits from which the rows' losses were computed, and use these logits.
-    Other loops compute the logits again.
+    Some of these loops also compute the rows' losses, and use the logits from which they computed
+    the losses. Other loops compute the logits again.
     """
 
     @abstractmethod

@@ -29,8 +29,9 @@ class Gpu(NamedTuple):
 
     @property
     def is_nvidia(self) -> bool:
-        """Return whether NVIDIA made the GPU, so that its compute capability has the meaning that
-        NVIDIA defines.
+        """Return whether NVIDIA made the GPU.
+
+        Only then does the compute capability have the meaning that NVIDIA defines.
         """
         return self.vendor == NVIDIA
 

@@ -2,8 +2,9 @@
 """Device functions that decide which pairs of a query tile and a key tile are computed, and which
 keys are visible in each pair.
 
-A tile that a program visits is complete if every key is visible to every query. For each program,
-four numbers describe the visited tiles:
+A program visits the tiles that it combines with its own tile. A visited tile is complete if, in
+this pair of tiles, every key is visible to every query. For each program, four numbers describe the
+visited tiles:
 
 - the first visited tile, and the first complete tile;
 - the end of the complete tiles, and the end of all visited tiles.
@@ -69,8 +70,8 @@ def visited_by(tile, lengths, span, SIZES, IS_BOUND):
     tiles of queries. The lengths and the tile sizes are passed as pairs. The first element of a
     pair belongs to the program's tile, the second to the visited tiles. `span` is the pair
     `(up, down)`: position `p` of the program's tile is combined with the positions from `p - down`
-    to `p + up`. `IS_BOUND` says for `up` and for `down` whether it is a bound. The four results
-    are:
+    to `p + up`. `IS_BOUND` has one flag for `up` and one for `down`. If a flag is false, the mask
+    does not limit the positions in this direction. The four results are:
 
     - the first tile, and the first complete tile (without hidden keys);
     - the end of the complete tiles, and the end of all tiles.

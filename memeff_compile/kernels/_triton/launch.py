@@ -7,9 +7,9 @@ as 64.
 
 At each launch, Triton binds arguments by name, computes each argument's specialisation, and builds
 a key from all arguments. For a kernel with thirty arguments, this work takes longer than many
-kernels run. So a training step with small kernels waits for the CPU. The key in this module
-contains only the few properties on which a specialisation depends, and the module calls the
-compiled kernel directly.
+kernels run. So a training step with small kernels waits for the CPU. This module finds the
+compiled kernel by a shorter key, and then calls the compiled kernel directly. The shorter key
+contains only the few properties on which a specialisation depends.
 """
 
 from __future__ import annotations
@@ -161,11 +161,13 @@ def launch(
 class Launches:
     """An object that launches the kernels of one call of an op, one after another.
 
-    The object reuses the compiled kernels of an earlier call that had equal `sizes`. A launch
-    reuses the compiled kernel of the earlier launch if kernel function, constants, numeric
-    arguments and dtypes are the same in both. All memory must also be aligned to 16 bytes. All
-    tensors of a launch must be on the current GPU. A launch through this class takes a quarter of
-    the host time of `run_kernel`, which matters for small calls.
+    The constructor's `sizes` are values that identify similar calls, such as shapes and settings.
+    The object reuses the compiled kernels of an earlier call with equal `sizes`. The n-th launch
+    reuses the compiled kernel of the earlier call's n-th launch if kernel function, constants,
+    numeric arguments and dtypes are the same in both. For this reuse, the memory of all tensors of
+    the launch must also be aligned to 16 bytes. All tensors of a launch must be on the current GPU.
+    A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
+    small calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -321,8 +323,8 @@ def _read(
     """Return the arguments, with tensors on the GPU replaced by their addresses.
 
     The compiler specialises a kernel by some properties of its arguments. The function appends
-    these properties to `key`. Only integer arguments are appended to `numbers`: the function
-    `_kinds` finds the properties of their values.
+    these properties to `key`. The values of integer arguments are appended to `numbers`
+    instead. The function `_kinds` then finds the properties of these values.
 
     For tensors that are not on the GPU, Triton itself checks whether a kernel can read them.
     """

@@ -183,8 +183,9 @@ def _sum(
 def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
     """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum.
 
-    The last program that finishes its partial sum adds up all partial sums, multiplies the total by
-    the scale and writes the result.
+    The program with the last partial sum waits for the other partial sums, and adds them to its
+    own. This program then multiplies each row of the total by the row's scale and writes the
+    result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
     block, first = at

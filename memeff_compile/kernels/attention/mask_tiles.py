@@ -121,8 +121,10 @@ def _classify_plainly(mask: Tensor) -> Tensor:
 
 
 def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
-    """Return the mask as bool (batch, heads, tiles, tiles, elements of a tile), with padding at the
-    ends."""
+    """Return a bool mask as (batch, heads, tiles, tiles, elements of a tile).
+
+    Tiles that extend beyond the mask's last query or key are padded with `fill`.
+    """
     rows, keys = truth.shape[2:]
     padded = F.pad(truth, (0, -keys % TILE, 0, -rows % TILE), value=fill)
     cut: Tensor = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))

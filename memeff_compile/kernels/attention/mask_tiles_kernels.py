@@ -155,6 +155,9 @@ def corner_of(dense, batch, head, query, key):
 
 @triton.jit
 def places_in(dense, query, key):
-    """Return the memory offsets of elements within a tile of the mask, given their query and key
-    positions, which may be broadcast."""
+    """Return the memory offsets of a mask's elements, relative to the first element of their tile.
+
+    `query` and `key` are the positions of queries and keys within the tile, and are broadcast
+    against each other.
+    """
     return query * dense.row + key * dense.key

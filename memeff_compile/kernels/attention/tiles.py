@@ -151,9 +151,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis has unit stride and whose row stride a kernel can address.
+    """Return the tensor itself, or a contiguous copy if the kernels cannot read the tensor.
 
-    Copy if necessary.
+    The kernels need a last axis of unit stride, and a row stride of at most `MAX_ROW_STRIDE`.
     """
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()

@@ -129,9 +129,10 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
     """Return the tiles that a program visits. If HAS_MASK, also return their list and the list's
     maximum length.
 
-    `tile` contains the batch index, the first head, the tile's number and the number of tiles. The
-    lengths, bounds and tile sizes are passed as pairs. The first number of a pair belongs to the
-    program's own tile, the second to the visited tiles.
+    `tile` contains the batch index, a query head, the tile's number and the number of tiles. For a
+    tile of keys, the query head is the first one that attends to these keys. The lengths, bounds
+    and tile sizes are passed as pairs. The first number of a pair belongs to the program's own
+    tile, the second to the visited tiles.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(
@@ -148,9 +149,11 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
 @triton.jit
 def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of keys and values, and compute their raw scores. The results are:
+    """Load a tile of keys and values, and compute the keys' raw scores.
 
-    - two matrices of raw scores: one before the mask is applied, and one after it is applied;
+    The function returns these scores as two matrices: before and after the mask is applied. It also
+    returns:
+
     - three vectors with one element per key: the position, whether the key lies inside the tensor,
       and whether the key is visible;
     - the keys, and the values.

@@ -78,8 +78,8 @@ def fit(
 ) -> None:
     """Write the maps that bring two layers' rows (keys or values) closest to each other.
 
-    `angles` are those of a rotary embedding. If they are passed, the fit averages over later
-    positions of each key, up to `span` positions after its own.
+    `angles` are those of a rotary embedding. If they are passed, the fit treats each key as if it
+    also appeared at later positions, up to `span` positions after its own.
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
     rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
@@ -106,7 +106,8 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace means and products of keys by their averages over later positions of the keys.
+    """Replace means and products of keys by averages, as if each key also appeared at later
+    positions.
 
     The average is over the positions from a key's own to `span` positions later.
     """
@@ -231,7 +232,10 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Invert `aligned`: return the rows of a layer, ordered by the layer's own heads."""
+    """Turn aligned rows back into the rows of a layer, in the order of the layer's own heads.
+
+    The function inverts `aligned`: it rotates the rows back and adds the means.
+    """
     means, turns, slots = maps
     kind = rows.dtype
     rows = rows if slots is None else in_order(rows, slots)

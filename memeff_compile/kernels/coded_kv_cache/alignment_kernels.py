@@ -107,7 +107,8 @@ def _coded_kv_cache_alignment_multiply_rows_kernel(
 
 @triton.jit
 def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Subtract the mean from a group of rows, and write the result as (tokens, D) in fp32."""
+    """Subtract a given mean row from each row of a group, and write the result as (tokens, D) in
+    fp32."""
     token = tl.arange(0, C.GROUP)
     for part in tl.static_range(C.DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
@@ -118,8 +119,8 @@ def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexp
 
 @triton.jit
 def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Subtract the mean from a group of rows, multiply the rows by a matrix, and write (tokens, D)
-    in fp32.
+    """Subtract a given mean row from each row of a group, multiply the rows by a matrix, and write
+    the result as (tokens, D) in fp32.
 
     The kernel represents each fp32 number by the sum of two 16-bit numbers, so that tensor cores
     multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because there are too

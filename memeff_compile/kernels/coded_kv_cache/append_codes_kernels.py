@@ -165,8 +165,8 @@ def _store_bytes(
     block.
 
     With 3-bit codes, the high bits of two tokens share a byte. For keys, the two tokens are
-    neighbours. For values, the two tokens have the same position in the first and the second half
-    of the given tokens.
+    neighbours. For values, token i of the first half of the given tokens shares a byte with token i
+    of the second half.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made

@@ -210,8 +210,10 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return sums of products of two layers' rows, for keys and for values, (B, H, 2, D, D), or
-    only for values.
+    """Return sums of products of two layers' rows.
+
+    The result has shape (B, H, 2, D, D) for keys and values, and (B, H, 1, D, D) if only values are
+    passed.
 
     Each product multiplies a row of the upper layer by the row of the matching head in the lower
     layer. The mean of the head's rows, from `maps`, is subtracted from each row first.
