@@ -44,7 +44,7 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return new deferred logits with changed values, which share no memory with these.
+        """Return new deferred logits that share no memory with these deferred logits.
 
         If the present values are already computed, `function` computes the new values from them.
         Otherwise the steps in `recipe` compute the new values from hidden states."""

@@ -188,12 +188,13 @@ def calibrate_attention(
         by: With `share`, how the function measures the harm that a call does at the first level.
             With `by="output"`, the model runs twice more for each call and input. In these runs,
             only this call has the first or the second level. A call's harm is the output's change
-            at the first level minus its change at the second, as the mean over inputs. The change
-            from an exact run is the KL divergence if the output has `logits`. Otherwise the change
-            is the relative squared error of the largest output tensor. With `by="attention"`, a
-            call with a lower worst score at the first level does more harm, as in SageAttention2.
-            The default is "output" if each attention is called once per input and a second run
-            returns the same floating-point output. Otherwise the default is "attention".
+            at the first level minus the output's change at the second level, as the mean over
+            inputs. The change from an exact run is the KL divergence if the output has `logits`.
+            Otherwise the change is the relative squared error of the largest output tensor. With
+            `by="attention"`, a call with a lower worst score at the first level does more harm, as
+            in SageAttention2. The default is "output" if each attention is called once per input
+            and a second run returns the same floating-point output. Otherwise the default is
+            "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example
             a whole sampling loop. With `by="output"`, this function must return the model's
             output.

@@ -534,7 +534,7 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 class _Rounding:
     """Rounds weights so that their products with the layers' inputs lose little precision.
 
-    Each run of the model measures the inputs of a few layers.
+    Each run of the model computes the Gram matrices of a few layers' inputs.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, the number of linear layers whose inputs this run measures;
-    `widths` are the layers' input widths.
+    """Yield, for each run of the model, for how many linear layers it computes the Gram matrix of
+    the inputs; `widths` are the layers' input widths.
     """
     count = held = 0
     for width in widths:
