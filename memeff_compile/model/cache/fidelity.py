@@ -64,7 +64,8 @@ class FidelityReport(VerbReport):
             with that cache from those with an exact cache.
         attention: for each attention call of the model, the `mean` and the `worst` cosine between
             its results with the exact cache and with the measured cache. Empty if the model never
-            calls scaled_dot_product_attention.
+            calls scaled_dot_product_attention, or if the number of calls differs between the runs
+            with the two caches.
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
             exact cache, in nats, and `kl_worst`, the largest of these divergences. `agreement`
             is the share of positions at which the most likely token is the same. The mean loss of
