@@ -71,8 +71,8 @@ class Calibration(VerbReport, dict[str, Any]):
     - `min_score` is the lowest acceptable score, unless you passed `share`;
     - `share` and `by` replace `min_score` if you passed `share`;
     - `changes` exists if `by` is "output". For each attention call, it contains how much more the
-      model's output changes at the less precise of two levels than at the other level. The number
-      is the mean over inputs.
+      model's output changes at the first of the two levels than at the second. The number is the
+      mean over inputs.
     """
 
     def __str__(self) -> str:

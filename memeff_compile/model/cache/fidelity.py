@@ -59,9 +59,10 @@ class FidelityReport(VerbReport):
             `values` after an alignment. The alignment subtracts means, matches the heads of the two
             layers, and rotates the vectors of the upper layer. The dictionary's `has_window` says
             whether one of the two layers has a sliding window (such layers stay exact and never
-            merge). If `each_pair` was passed, a pair that can be merged has `kl`, for a cache that
-            merges only this pair. `kl` is the mean KL divergence of the next-token probabilities
-            with that cache from those with an exact cache.
+            merge). A pair that can be merged has `kl` if `each_pair` was passed and the measured
+            cache merges layers. `kl` belongs to a cache that merges only this pair. `kl` is the
+            mean KL divergence, in nats, of the next-token probabilities with that cache from those
+            with an exact cache.
         attention: for each attention call of the model, the `mean` and the `worst` cosine between
             its results with the exact cache and with the measured cache. Empty if the model never
             calls scaled_dot_product_attention, or if the number of calls differs between the runs
@@ -122,8 +123,9 @@ class FidelityReport(VerbReport):
         layers costs least.
 
         The cost is the sum of the pairs' errors. The error of a pair is the error of a cache that
-        merges only this pair. Return None if the errors of single pairs were not measured, because
-        `each_pair` was not passed. Also return None if fewer than `count` consecutive pairs exist.
+        merges only this pair. Return None if the errors of single pairs were not measured. The
+        reason may be that `each_pair` was not passed, or that the measured cache merges no layers.
+        Also return None if fewer than `count` consecutive pairs exist.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []

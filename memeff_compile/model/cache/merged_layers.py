@@ -161,7 +161,7 @@ class MergedLayer(CodedLayer):
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors that align the two layers, as the ops that read the cache take them.
+        """Return this layer's alignment tensors, as the ops that read the cache take them.
 
         One op converts the cache's codes back to keys and values, another computes attention. The
         result is empty if the layers are not aligned."""

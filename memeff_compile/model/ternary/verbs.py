@@ -106,7 +106,8 @@ def ternarize_(
         activation: "relu2" puts the squared ReLU of BitNet a4.8 into every gated MLP, and its name
             into the model's config. You must train the model afterwards. None leaves activation
             functions unchanged. The recipes "a4.8" and "a4.8-fp4" were designed for the squared
-            ReLU, so `verb_report` then names all other activation functions.
+            ReLU. With one of these two recipes and None, `verb_report` names all other activation
+            functions.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 

@@ -19,8 +19,8 @@ class WeightHooks(Hooks):
     """The hooks that compress a model before compilation, and simplify the guards on its compressed
     weights.
 
-    For each compressed weight, one guard on an integer replaces all other guards. The integer is
-    equal for all weights that the same compiled code can process."""
+    For each compressed weight, one guard on an integer replaces all other guards on this weight.
+    The integer is equal for all weights that the same compiled code can process."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

@@ -405,10 +405,10 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in the formula `scalar`, or in a sum (`Linear`) or an element of a
-    tensor (`Read`).
+    """Return the axes that occur in `scalar`.
 
-    The formula's value depends on the index along these axes."""
+    The argument `scalar` is a formula, or a sum (`Linear`) or a tensor's element (`Read`) in a
+    formula. The value of `scalar` depends on the index along these axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 
