@@ -648,10 +648,11 @@ class Options:
         return levels.get(self.linear_cross_entropy) or 0.0
 
     def attention_levels(self, site: str) -> tuple[str, ...]:
-        """Return the low-bit levels that the calibration table has for an attention module.
+        """Return the levels (low-bit formats) that the option `attention` has for an attention
+        module.
 
         There is one level for all calls of the module, or one level per call. The tuple is empty if
-        the table does not contain the module.
+        the option is a calibration table that does not contain the module.
 
         Example:
             >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")

@@ -1,6 +1,7 @@
 """The interface through which losses outside of the compiled graph use deferred logits.
 
-The class `DeferredLogits` in `tensor` implements this interface.
+The values of deferred logits are computed on first use. The class `DeferredLogits` in the module
+`logits/tensor.py` implements this interface.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return a deferred tensor in new memory.
+        """Return new deferred logits that share no memory with these deferred logits.
 
         If the present values are already computed, `function` computes the new values from them.
         Otherwise the steps in `recipe` compute the new values from hidden states."""

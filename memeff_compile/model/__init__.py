@@ -3,9 +3,11 @@
 Some of these functions free tensors of the model, such as weights that they replace.
 `torch.compile` must not free the user's tensors, so a user calls these functions explicitly. The
 functions change a model, or create an object for it, such as a cache, and may run kernels. The
-functions do not depend on graphs and passes, and passes do not depend on the functions. A name is
-imported only when code first uses it. transformers imports `ternary.pretrained` early, together
-with its quantizers, and that import must not import kernels too.
+functions do not depend on graphs and passes, and passes do not depend on the functions.
+
+Each function or class is imported only on first use. As soon as transformers loads its own
+quantizers, this package's module `ternary.pretrained` is imported too. That import must not import
+kernels.
 """
 
 from __future__ import annotations

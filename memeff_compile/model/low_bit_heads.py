@@ -69,8 +69,10 @@ class _Heads:
 
 
 class Undo(VerbReport, AbstractContextManager["Undo"]):
-    """The result of a function that changes a model: call it, or leave its `with` block, to undo
-    the change."""
+    """An object that can undo the change that a function made to a model.
+
+    To undo the change, call the object. If you use the object in a `with` statement, the end of the
+    `with` block undoes the change."""
 
     def __init__(self, undo: Callable[[], None], verb: str, what: str) -> None:
         self.undo = undo

@@ -18,7 +18,7 @@ def undo(model: nn.Module) -> Changes:
 
     - the compilation of the model, and of modules inside it, with the backend `memeff`;
     - KV caches of `compile(kv_cache=)` and `use_kv_cache_`;
-    - attention with low-bit heads;
+    - the rounding of queries, keys and values by `use_low_bit_heads_` or `ternarize_`;
     - compressed weights, and linear layers that `ternarize_` changed. Compressed and ternary
       weights become dense, with exactly the values that they have at the time of this call.
 
@@ -31,7 +31,8 @@ def undo(model: nn.Module) -> Changes:
             it.
 
     Returns:
-        The number of changes; `print` shows the list.
+        A report that is also an integer, the number of changes. If you print the report, it lists
+            the changes.
 
     Raises:
         UnsupportedInputError: The model is not a module.

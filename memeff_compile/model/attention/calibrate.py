@@ -8,12 +8,13 @@ diffusion models, per time step. A level is acceptable if its worst score over a
 enough. The mean score does not count.
 
 With the argument `share`, this share of the attention calls gets the more precise of two levels. To
-choose these calls, the model runs again for each call, once at each of the two levels. Only this
-call then runs in low bits. Each of these two runs changes the model's output, compared with an
-exact run. The harm of the less precise level is the change at this level minus the change at the
-other level. Any change in a call also makes all later layers of a 16-bit model round differently.
-This effect is largest for calls in early layers. Both runs have this effect, so the subtraction
-cancels it. A layer whose own result changes little may change the output much, and the reverse.
+choose these calls, the model runs twice more for each call, once with this call at each of the two
+levels. All other calls stay exact. At either level, the call changes the model's output, compared
+with an exact run. The harm of the less precise level is the change at this level minus the change
+at the other level. Any change in a call also makes all later layers of a 16-bit model round
+differently. This effect is largest for calls in early layers. The runs at both levels have this
+effect, so subtracting one run's change from the other's cancels it. A layer whose own result
+changes little may change the output much, and the reverse.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ class Calibration(VerbReport, dict[str, Any]):
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
     - `share` and `by` replace `min_score` if you passed `share`;
-    - `changes` exists if `by` is "output". For each attention and call, it contains how much
-      more the model's output changes at the first level than at the second. The number is the mean
-      over inputs.
+    - `changes` exists if `by` is "output". For each attention call, it contains how much more the
+      model's output changes at the first of the two levels than at the second. The number is the
+      mean over inputs.
     """
 
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
-        The module with the lowest score, or with the largest change of the output, comes first."""
+        If the dictionary has `changes`, the module with the largest of these numbers comes first.
+        Otherwise the module with the lowest score at the first level comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         by = self.get("by", "attention")
@@ -160,18 +162,20 @@ def calibrate_attention(
 ) -> Calibration:
     """Score each attention module of a model at each level (low-bit format).
 
-    The function chooses the first level that is good enough. A score is the cosine similarity of a
-    level's result and the exact result, multiplied by (1 - their relative L1 distance). The lowest
-    score over all inputs counts. The name of an attention is the path of the module that calls it.
+    Without `share`, each attention call gets the first of `levels` whose score is at least
+    `min_score`. A score is the cosine similarity of a level's result and the exact result,
+    multiplied by (1 - their relative L1 distance). The lowest score over all inputs counts. The
+    name of an attention is the path of the module that calls it.
     The second attention in one call of the module has `#1` appended to that name, and so on. A
     module may be called several times for one input, as in the steps of a diffusion model. Each of
     these calls gets a separate score and level.
 
     Args:
         model: The model to calibrate. It runs eagerly, without gradients, and is not changed.
-        inputs: The inputs of each run: a mapping of keyword arguments, a tuple or list of
-            arguments, or a single argument. A single mapping or tensor is one run. A run must not
-            change its inputs, so pass no KV cache.
+        inputs: The model's inputs, as a list with one entry per run. An entry is a mapping of
+            keyword arguments, a tuple or list of arguments, or a single argument. For a single run,
+            you can also pass its mapping or tensor directly. A run must not change its inputs, so
+            pass no KV cache.
         min_score: The lowest acceptable score, between 0 and 1; by default 0.98, if there is no
             `share`.
         share: An alternative to `min_score`: the share of all calls that gets the second of two
@@ -181,14 +185,16 @@ def calibrate_attention(
             `8b+f16` (INT8 scores, fp16 attention weights and values). If no level reaches the
             score, `exact` is chosen. With `share`, there must be two levels, by default `4b`
             (4-bit scores) and `8b`. The second may be `exact`.
-        by: How `share` measures harm. With `by="output"`, the model runs twice more for each call
-            and input. In these runs, only this call has the first or the second level. The harm is
-            the difference between the two changes of the model's output, as the mean over inputs. A
-            change is the KL divergence if the output has `logits`, otherwise the relative squared
-            error of the largest output tensor. With `by="attention"`, a call with a lower worst
-            score at the first level does more harm, as in SageAttention2. The default is "output"
-            if each attention is called once per input and a second run returns the same
-            floating-point output. Otherwise the default is "attention".
+        by: With `share`, how the function measures the harm that a call does at the first level.
+            With `by="output"`, the model runs twice more for each call and input. In these runs,
+            only this call has the first or the second level. A call's harm is the output's change
+            at the first level minus the output's change at the second level, as the mean over
+            inputs. The change from an exact run is the KL divergence if the output has `logits`.
+            Otherwise the change is the relative squared error of the largest output tensor. With
+            `by="attention"`, a call with a lower worst score at the first level does more harm, as
+            in SageAttention2. The default is "output" if each attention is called once per input
+            and a second run returns the same floating-point output. Otherwise the default is
+            "attention".
         run: A function that runs the model on one input, if `model(input)` does not; for example
             a whole sampling loop. With `by="output"`, this function must return the model's
             output.
@@ -298,13 +304,14 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Add the harm of the first level of `pair` to `changes`, for each call in `places`.
+        """Measure, for each call in `places`, how much harm the first level of `pair` does, and add
+        this number to `changes`.
 
         The model runs with only this call at the first level, and with only this call at the second
         level. The harm is how much more the model's output changes at the first level.
 
-        Return a sentence if the output cannot be compared, otherwise None. If `are_single` is true,
-        also return a sentence if an attention module was called more than once.
+        If the output cannot be compared, return the reason as a sentence, otherwise None. If
+        `are_single` is true, more than one call of an attention module is also such a reason.
         """
         if self.exact is None:
             return "by is 'output', but a run returns no floating-point tensor; return the output."
@@ -382,8 +389,8 @@ def restart_attention_calls() -> None:
 
     A calibration may have a list of levels for an attention module, one per call. Successive calls
     use these levels in order. After the last level, the next call uses the first level again. Call
-    this function after a loop that was interrupted. A loop needs no restart if it completes as many
-    calls as the calibration had.
+    this function after a loop that was interrupted. You need not call it after a loop that
+    completes as many calls as the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """

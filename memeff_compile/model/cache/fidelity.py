@@ -57,13 +57,16 @@ class FidelityReport(VerbReport):
             the two layers. The dictionary has their mean, their 5th percentile, and a histogram
             with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines of `keys` and of
             `values` after an alignment. The alignment subtracts means, matches the heads of the two
-            layers, and rotates the vectors of the upper layer. Its `has_window` says whether one of
-            the two layers has a sliding window (such layers stay exact and never merge). If
-            `each_pair` was passed, its `kl` is the KL divergence (as in `logits`) of a cache that
-            merges only this pair.
-        attention: for each attention call that both runs made, the `mean` and the `worst`
-            cosine between the results in the two runs. Empty if the model never calls
-            scaled_dot_product_attention.
+            layers, and rotates the vectors of the upper layer. The dictionary's `has_window` says
+            whether one of the two layers has a sliding window (such layers stay exact and never
+            merge). A pair that can be merged has `kl` if `each_pair` was passed and the measured
+            cache merges layers. `kl` belongs to a cache that merges only this pair. `kl` is the
+            mean KL divergence, in nats, of the next-token probabilities with that cache from those
+            with an exact cache.
+        attention: for each attention call of the model, the `mean` and the `worst` cosine between
+            its results with the exact cache and with the measured cache. Empty if the model never
+            calls scaled_dot_product_attention, or if the number of calls differs between the runs
+            with the two caches.
         logits: `kl`, the mean KL divergence of the next-token probabilities from those with an
             exact cache, in nats, and `kl_worst`, the largest of these divergences. `agreement`
             is the share of positions at which the most likely token is the same. The mean loss of
@@ -71,18 +74,20 @@ class FidelityReport(VerbReport):
             cache.
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
-        merged: `KVCache.merged` for the last input.
+        merged: the result of `KVCache.merged` for the last input: the numbers of merged and of
+            unmerged tokens for each pair of merged layers.
         codes: the `bits`, `kl` and `ratio` of other caches, for comparison. The list `codes` is
             empty if the measured cache does not merge layers. Of the caches in `codes`, only the
             last merges layers. One has as many bits as the measured cache, one has 3, and one has 2
             (equal caches appear once). Another has 3 bits for keys and 2 for values (its entry has
             `value_bits`). The last also has these bits, and merges the values of all layers (its
             entry has `values_merged`).
-        maps: for each pair in `pairs`, the maps that align the upper layer with the lower one,
-            fitted to all inputs. The first tensor, (heads, 2, depth, depth), has the rotations of
-            keys and of values. The second has the matching head of the lower layer for each head of
-            the upper layer. A cache that is created with `MiniCache(fidelity=report)` uses these
-            maps from its first token on. The JSON does not contain the maps.
+        maps: for each pair in `pairs`, two tensors that align the upper layer with the lower one,
+            fitted to all inputs. The first of a pair's two tensors, (heads, 2, depth, depth), has
+            the rotations of keys and of values. The second has the matching head of the lower layer
+            for each head of the upper layer. A cache that is created with
+            `MiniCache(fidelity=report)` uses these maps from its first token on. The JSON does not
+            contain the maps.
     """
 
     settings: dict[str, Any]
@@ -118,8 +123,9 @@ class FidelityReport(VerbReport):
         layers costs least.
 
         The cost is the sum of the pairs' errors. The error of a pair is the error of a cache that
-        merges only this pair. Return None if no such pairs were measured, for example because
-        `each_pair` was not passed.
+        merges only this pair. Return None if the errors of single pairs were not measured. The
+        reason may be that `each_pair` was not passed, or that the measured cache merges no layers.
+        Also return None if fewer than `count` consecutive pairs exist.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []

@@ -490,11 +490,11 @@ def named_cache(kwargs: Mapping[str, Any]) -> Untyped:
 
 
 def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
-    """Return a compiled call of a model that accepts prompts and caches of any length.
+    """Wrap the compiled call of a model so that it accepts prompts and caches of any length.
 
-    Even the first graphs that are compiled for the call accept them. Layers with a sliding window
-    make room for a new token before the compiled step runs. So one compiled step works whether the
-    windows are full or not.
+    Even the first graphs that are compiled for the call accept any length. Layers with a sliding
+    window make room for a new token before the compiled step runs. So one compiled step works
+    whether the windows are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:

@@ -213,8 +213,7 @@ class InPlace(CacheLayerMixin):
 
 
 class AsTheyCome(InPlace, StaticLayer):
-    """A layer that stores keys and values unchanged, keys in the dtype of keys and values in the
-    dtype of values.
+    """A layer that stores keys and values unchanged, each in their own dtype.
 
     Under autocast these dtypes differ, because the rotary embedding returns keys in fp32, and
     values have 16 bits.
@@ -354,8 +353,10 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens remain when the window is moved to the front: those tokens to
-        which the next token attends.
+        """Return how many tokens remain when the window's tokens are copied to the front of the
+        layer's memory.
+
+        The remaining tokens are those to which the next token attends.
         """
         return min(self.filled - _NONE, self.window - 1)
 

@@ -155,13 +155,16 @@ class MergedLayer(CodedLayer):
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors in the form in which the ops for decoding and attention take
-        them."""
+        """Return the layer's tensors in the order in which the ops that read the cache take them.
+
+        One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the alignment tensors that the ops for decoding and attention take, or an empty
-        tuple if the layers are not aligned."""
+        """Return this layer's alignment tensors, as the ops that read the cache take them.
+
+        One op converts the cache's codes back to keys and values, another computes attention. The
+        result is empty if the layers are not aligned."""
         held = self.pair.maps()
         return tuple(held[1:] if self.is_upper else held[:1])
 
@@ -229,7 +232,7 @@ class MergedLayer(CodedLayer):
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens; in the upper layer, also merge each group of tokens that is complete.
+        """Write new tokens; in the upper layer, also merge each complete group of tokens.
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own

@@ -66,8 +66,9 @@ class ValuesLayer(MergedLayer):
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors in the form in which the ops for decoding and attention take
-        them."""
+        """Return the layer's tensors in the order in which the ops that read the cache take them.
+
+        One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
@@ -92,7 +93,7 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens; in the upper layer, also encode and merge each group that is complete.
+        """Write new tokens; in the upper layer, also encode and merge complete groups of tokens.
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own

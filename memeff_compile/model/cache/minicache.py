@@ -94,13 +94,15 @@ class MiniCache:
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
             too small for all such tokens, those that differ most between the layers stay unmerged.
         reading: which tokens stay unmerged. With `distinct`, these are the tokens that differ
-            most between the layers. With `similar`, another interpretation of the paper's
-            inequality, these are the tokens that differ least.
+            most between the layers. With `similar`, these are the tokens that differ least. The
+            MiniCache paper intends `distinct`, but its inequality for this choice can be read as
+            `similar`.
         scale: the length that a merged vector gets. `norm` restores the vector's original length.
-            `projection` uses the length with the smallest error.
-        values_only: merge only values. Each layer then stores codes of its own keys. No values stay
-            unmerged, except those of the first tokens, and `gamma`, `retained` and `reading`
-            have no effect.
+            `projection` uses the length at which the merged vector is closest to the original
+            vector.
+        values_only: merge only values. Each layer then stores codes of its own keys. With
+            `values_only`, only the values of the first tokens and of the latest tokens stay
+            unmerged. `gamma`, `retained` and `reading` then have no effect.
         fidelity: the result of `fidelity_report` for the model. Without a fidelity report, creating
             a cache with merged layers shows a warning. Without a fidelity report, merging the keys
             of two layers that are not adjacent raises an error.

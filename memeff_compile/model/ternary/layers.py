@@ -81,8 +81,8 @@ class TernaryLinear(nn.Linear):
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
     scale, 1 / mean(abs(weight)), and rounds it. `kind` determines how each token's input vector
-    is quantised. Gradients pass through both roundings unchanged. For the backward pass, autograd
-    keeps two bits per weight and one byte per input element in memory.
+    is quantised. Gradients pass unchanged through the rounding of the weight and of the input. For
+    the backward pass, autograd keeps two bits per weight and one byte per input element in memory.
 
     Attributes:
         kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the

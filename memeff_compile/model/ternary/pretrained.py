@@ -1,9 +1,9 @@
 """Save and load packed ternary models with transformers' save_pretrained and from_pretrained.
 
 config.json lists the packed linear layers, and from_pretrained creates these layers before it loads
-weights. transformers imports this module together with its own quantizers. The model classes of
-transformers are imported later. So this module imports model classes and packed layers only when a
-packed model is used.
+weights. This module is imported as soon as transformers loads its own quantizers. The model classes
+of transformers are imported later. So this module imports model classes and packed layers only when
+a packed model is used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PackedTernaryQuantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
-        """Return the tensors to save, and update the entry in the model's config.
+        """Return the tensors to save, and list the packed linear layers in the model's config.
 
         An empty tensor is also saved as the `weight` of the last packed linear layer. Without this
         tensor, a process in which this quantizer is not registered would silently load random dense

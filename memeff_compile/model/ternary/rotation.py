@@ -89,9 +89,8 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
 def rotation(size: int, seed: int = 0) -> Tensor:
     """Return an orthogonal fp64 matrix: random signs times a Kronecker product.
 
-    The product's first factor is a Hadamard matrix. The matrix has as many rows as the largest
-    power of two that divides `size`. The second factor is a random orthogonal matrix. Its number
-    of rows is `size` divided by this power of two.
+    The product's first factor is a Hadamard matrix. Its number of rows, p, is the largest power of
+    two that divides `size`. The second factor is a random orthogonal matrix with `size` / p rows.
     """
     draw = torch.Generator().manual_seed(seed)
     power = size & -size

@@ -166,8 +166,10 @@ class TernaryStages:
 
 
 def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the schedulers that have base learning rates: the given scheduler, the scheduler that
-    the given one wraps, or the schedulers of a sequence.
+    """Yield the schedulers that have base learning rates.
+
+    These are the given scheduler, the scheduler that the given one wraps, and the schedulers that a
+    `SequentialLR` or `ChainedScheduler` contains.
     """
     if hasattr(scheduler, "base_lrs"):
         yield scheduler

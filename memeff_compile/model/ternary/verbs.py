@@ -103,10 +103,11 @@ def ternarize_(
             patterns match a path, the first pattern counts.
         skip: Patterns for paths of modules that stay dense. `verb_report` names each pattern that
             matches no module.
-        activation: "relu2" puts the paper's squared ReLU into every gated MLP, and its name into
-            the model's config. You must train the model afterwards. None leaves activation
-            functions unchanged, and `verb_report` names the activation functions for which the
-            paper's recipe was not designed.
+        activation: "relu2" puts the squared ReLU of BitNet a4.8 into every gated MLP, and its name
+            into the model's config. You must train the model afterwards. None leaves activation
+            functions unchanged. The recipes "a4.8" and "a4.8-fp4" were designed for the squared
+            ReLU. With one of these two recipes and None, `verb_report` names all other activation
+            functions.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
@@ -240,8 +241,8 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Turn the linear layers that `ternarize_` made back into dense linear layers with the same
-    parameters.
+    """Replace the ternary linear layers that `ternarize_` created by dense linear layers with the
+    same parameters.
 
     `memeff_compile.undo` calls this function.
     """

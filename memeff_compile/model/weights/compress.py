@@ -115,7 +115,8 @@ class CompressionReport(VerbReport):
 
     @property
     def compressed_before(self) -> tuple[CompressedWeight, ...]:
-        """Return the weights that were already compressed before the call and were not changed."""
+        """Return the weights that were already compressed before `compress_` was called, and were
+        not changed by this call."""
         return tuple(each for each in self.weights if each.before)
 
     @property
@@ -229,7 +230,8 @@ def compress_(
     The function compresses those bf16 weights that only `nn.Linear` modules use. With `layers`,
     you can name more classes. With `mantissa=7`, the default, this compression is lossless. In
     inference on a GPU with inputs of a few tokens, one kernel decodes a `win4` weight and
-    multiplies. This kernel adds up the products in another order than a dense matrix product does.
+    multiplies the inputs by it. This kernel adds up the products in another order than a dense
+    matrix product does.
     Call this function before you create an optimizer and before you compile the model.
 
     Args:
@@ -238,8 +240,8 @@ def compress_(
             "win4" with `mantissa=3`.
         mantissa: the number of mantissa bits to keep: 7 (all, lossless), 3, 1 or 0. Values below 7
             are lossy and only for inference: the weights then no longer require gradients.
-        block: for lossy compression, the number of weights that share a normaliser: 32, 64, 128,
-            256 or 512. Weights are divided by their normaliser before they are rounded.
+        block: the number of weights in a block: 32, 64, 128, 256 or 512. In lossy compression, all
+            weights of a block are divided by the same number before they are rounded.
         skip: names of modules that stay dense, with everything inside them. A name matches one or
             more consecutive components of a path, such as `lm_head` or `mlp.gate_proj`. In a name,
             `*` and `?` match as in file names. Your names replace the default, which keeps the
@@ -351,8 +353,10 @@ def settings_of(
     min_size: int,
     layers: Sequence[str],
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Return the codec's full name, the names to skip and the layer classes.
+    """Return the codec's name with mantissa bits and block size, the names to skip and the layer
+    classes.
 
+    For example, the name is "win4:k3:b512", or "win4" if the compression is lossless.
     For an unknown codec or layer, raise OptionError.
     """
     name = _codec_name(codec, mantissa, block)
@@ -389,8 +393,10 @@ def plan(
 def coded_or_dense(
     name: str, weight: Tensor, codec: str
 ) -> tuple[CodedWeight | None, CompressedWeight]:
-    """Encode a weight that was just loaded; return the dense weight if the codes would take more
-    than nine tenths of its memory."""
+    """Encode a weight that was just loaded; return the coded weight and its entry in the report.
+
+    If the weight stays dense, return None instead of a coded weight. A weight stays dense if it
+    cannot be encoded, or if its codes would take more than nine tenths of its memory."""
     sentence = supports_weight(weight, codec)
     parts = [] if sentence else encode(weight, codec)
     after, shape = sum(part.nbytes for part in parts), tuple(weight.shape)
@@ -503,8 +509,8 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return the arguments of those runs of the model in which the inputs of its linear layers are
-    measured."""
+    """Return, for each run that computes Gram matrices of the linear layers' inputs, the model's
+    arguments."""
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "
@@ -528,7 +534,7 @@ def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
 class _Rounding:
     """Rounds weights so that their products with the layers' inputs lose little precision.
 
-    Each run of the model measures the inputs of a few layers.
+    Each run of the model computes the Gram matrices of a few layers' inputs.
     """
 
     def __init__(

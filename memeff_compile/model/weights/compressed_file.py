@@ -228,7 +228,8 @@ def _initialised(
 
     A transformers model has a method `_init_weights`, which initialises a given module. In other
     models, each module has a method `reset_parameters`. This function calls these methods only if
-    all parameters of the argument `module` are on the meta device. So no parameter changes.
+    all parameters of the argument `module` are on the meta device. Parameters on the meta device
+    have no values, so the calls change no parameter.
     """
     if any(each.device.type != "meta" for each in module.parameters()):
         return None

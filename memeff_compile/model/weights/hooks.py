@@ -16,8 +16,11 @@ from memeff_compile.system import Graph, Hooks, Request, Undone
 
 
 class WeightHooks(Hooks):
-    """The hooks that compress a model before compilation, and replace the guards on each compressed
-    weight by one guard on an integer."""
+    """The hooks that compress a model before compilation, and simplify the guards on its compressed
+    weights.
+
+    For each compressed weight, one guard on an integer replaces all other guards on this weight.
+    The integer is equal for all weights that the same compiled code can process."""
 
     def refuse(self, options: Options) -> None:
         if options.weights not in ("exact", "off"):

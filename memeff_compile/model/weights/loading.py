@@ -17,8 +17,8 @@ def from_pretrained(name: str | PathLike[str], **settings: Any) -> Any:  # noqa:
     The function calls the `from_pretrained` of transformers. If the saved model is compressed, its
     codes are loaded without decoding. If you pass a `MemeffConfig`, dense weights are compressed
     one by one as they are read. Buffers that no checkpoint contains get their values from the
-    model's own code. `AutoModelForCausalLM.from_pretrained` does the same after memeff_compile was
-    imported.
+    model's own code. After memeff_compile was imported, `AutoModelForCausalLM.from_pretrained`
+    handles codes, a `MemeffConfig` and such buffers in the same way.
 
     Args:
         name: a folder, or a name on the Hugging Face Hub.

@@ -72,12 +72,13 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """A queue of new weight values, the oldest first, that the CPU has not checked yet.
+    """A queue of new weight values, the oldest first, whose codes may not have fitted into memory.
 
     The codes of a new value are written to the memory of the old codes. The CPU does not know yet
-    whether the codes in this queue fitted. If the codes of a value do not fit, the GPU copies the
-    value to a ring of spill buffers in CPU memory. The value is later encoded again from this copy.
-    The CPU can run ahead of the GPU by as many weights as the spill buffers can hold.
+    whether the codes of the values in this queue fitted. If the codes of a value do not fit, the
+    GPU copies the value to a ring of spill buffers in CPU memory. The value is later encoded again
+    from this copy. The CPU can run ahead of the GPU by as many weights as the spill buffers can
+    hold.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -467,10 +468,11 @@ class BackwardOptimizer(VerbReport, Optimizer):
 
     @torch.no_grad()
     def _tidy(self) -> None:
-        """If a list of a compressed weight has outgrown its memory, move the lists of all weights.
+        """If a coded tensor of variable length (a list) has outgrown its memory, move the lists of
+        all weights to new memory.
 
-        A list is a coded tensor whose length depends on the weight's values. All lists move into a
-        few new allocations, in which each list has spare memory at its end.
+        The length of a list depends on the weight's values. All lists move into a few new
+        allocations, in which each list has spare memory at its end.
         """
         coded = self._coded()
         anew = sum(weight.times_anew for weight in coded)

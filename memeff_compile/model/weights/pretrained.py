@@ -1,9 +1,10 @@
 """Save and load compressed models with transformers' save_pretrained and from_pretrained.
 
 The saved folder contains the usual files. config.json lists the compressed weights. The weight
-files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. transformers
-imports this module together with its quantizers, before it imports its model classes. Some modules
-of this package need torch. Those modules are imported here only when a compressed model is used.
+files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. This module is
+imported as soon as transformers loads its own quantizers, before transformers imports its model
+classes. Some modules of this package need torch. Those modules are imported here only when a
+compressed model is used.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """Return the codec's name including the lossy mode, as the kernels parse it."""
+        """Return the codec's name with mantissa bits and block size, such as "win4:k3:b512".
+
+        The name of a lossless codec has no such numbers."""
         from memeff_compile.kernels.coded_weight import Format, parse
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()

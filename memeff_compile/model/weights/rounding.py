@@ -1,4 +1,4 @@
-"""Round weights to few mantissa bits so that products with their inputs lose less precision.
+"""Round weights to few mantissa bits so that products of weights and inputs have small errors.
 
 Rounding each weight to the nearest number with few mantissa bits minimises the error of the
 weights. A model's quality, however, depends on the error of the products of weights and inputs. So
@@ -35,8 +35,8 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, the number of linear layers whose inputs this run measures;
-    `widths` are the layers' input widths.
+    """Yield, for each run of the model, for how many linear layers it computes the Gram matrix of
+    the inputs; `widths` are the layers' input widths.
     """
     count = held = 0
     for width in widths:
@@ -52,7 +52,7 @@ def gram_groups(widths: Iterable[int]) -> Iterator[int]:
 def grams(
     model: nn.Module, linears: Mapping[str, Sequence[nn.Module]], runs: Iterable[Any]
 ) -> dict[str, Tensor]:
-    """Return for each weight the fp32 Gram matrix (D, D) of all inputs multiplied by this weight.
+    """Return for each weight the fp32 Gram matrix (D, D) of the inputs that its linear layers get.
 
     `linears` maps the name of each weight to the linear layers that use the weight. The result
     contains no entry for weights whose linear layers got no input.

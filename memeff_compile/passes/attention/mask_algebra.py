@@ -376,8 +376,9 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
     """Return a formula in which sums replace axis indices.
 
-    The argument `scalar` is the formula of a tensor's element, or a `Linear` or `Read` in such a
-    formula. The dictionary `by` maps each axis index to its sum.
+    The argument `scalar` is the formula of a tensor's element. The argument may also be a sum
+    (`Linear`) or a tensor's element (`Read`) in such a formula. The dictionary `by` maps each axis
+    index to its sum.
     """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))
@@ -404,9 +405,10 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in the formula `scalar`, which may also be a `Linear` or a `Read`.
+    """Return the axes that occur in `scalar`.
 
-    The formula's value depends on the index along these axes."""
+    The argument `scalar` is a formula, or a sum (`Linear`) or a tensor's element (`Read`) in a
+    formula. The value of `scalar` depends on the index along these axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 

@@ -162,9 +162,10 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a condition is a bound that an element of a tensor gives.
+    """Return whether a condition is an upper bound that depends on an element of a tensor.
 
-    The condition bounds the key's index, or the key's distance from the query."""
+    The bound is the sum of this element and a number. The condition bounds the key's index, or the
+    key's index minus the query's index."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -193,8 +194,8 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Add a bound to the mask's conditions (`Form`); if they already bound the same index, keep the
-    stricter of the two bounds.
+    """Add a bound to the mask's conditions (`Form`). If the conditions already contain a bound of
+    the same kind, keep only the stricter one.
 
     If it is not known which bound is stricter, the new bound is added to the field `rest`, which
     contains other conditions.

@@ -58,8 +58,9 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
     A table is the mask's condition on each key or query. The returned node is the last of the nodes
     that the table reads, or None if it reads none. If the table cannot be computed, return None
     instead of the pair of node and graph. The table cannot be computed if it reads a node outside
-    of the graph of `info` and the graphs around that graph. It also cannot be computed if a tensor
-    may be written between the mask's read and the table's read.
+    of the graph of `info` and the graphs around that graph. The table's nodes may read a tensor
+    later than the mask's nodes did. If the graph may write to this tensor in between, the table
+    cannot be computed either.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

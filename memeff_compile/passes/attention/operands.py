@@ -58,7 +58,9 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """Return all sizes in the lists among the views' arguments, such as target shapes."""
+        """Return the sizes in all list arguments of the views.
+
+        Such a list is, for example, a target shape."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 

@@ -306,8 +306,9 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences have the same mask, so that the mask can be broadcast if the
-    batch axis is split.
+    """Return whether all sequences and heads have the same mask.
+
+    Such a mask can be broadcast if the common axis of batch and heads is split into two axes.
     """
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
@@ -574,10 +575,11 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The factors (softcap, tanh, scale) that are applied to the scores before the mask.
+    """The numbers by which the scores are multiplied or divided, before and after `tanh`.
 
-    The factors are listed from the mask back to the product of queries and keys. The object does
-    not record the sign of each factor, only the sign of their product, because tanh is odd.
+    The numbers are listed from the mask back to the product of queries and keys. Without a softcap,
+    there is no `tanh`. The object does not record the sign of each number, only the sign of their
+    product, because tanh is odd.
     """
 
     cap: float | None = None
