@@ -60,8 +60,8 @@ def append_pair(
     """Write tokens of both layers, or of the upper layer only, and merge both layers' complete
     groups of tokens.
 
-    Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
-    then returns nan until the cache is reset.
+    If the cache would contain more than `limit` tokens, or if the two layers have different numbers
+    of tokens, no token is written. Attention then returns nan until the cache is reset.
     """
     from . import append_pairs_kernels as kernels
 

@@ -115,7 +115,8 @@ class OwnKeys(NamedTuple):
 class Maps(NamedTuple):
     """The linear maps that make the keys and values of two layers similar (module `alignment`).
 
-    If two layers merge only values, each head has one mean and one matrix instead of two.
+    If two layers merge only values, each head has a mean and a matrix for its values, but not for
+    its keys.
     """
 
     lower_means: Any  # (B, H, 2, D), of keys and of values
@@ -268,9 +269,10 @@ _HIGH_PLACES = (2, 4, 6, 0)
 
 
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
-    """Pack the high bits of a group of codes, (..., group, D) uint8, into (..., group / 2, D / 4).
+    """Pack the third (highest) bits of a group of 3-bit codes.
 
-    Two tokens share a byte: for keys they are neighbours, for values they are half a group apart.
+    The bits, (..., group, D) uint8, become bytes of the shape (..., group / 2, D / 4). Two tokens
+    share a byte: for keys they are neighbours, for values they are half a group apart.
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)
