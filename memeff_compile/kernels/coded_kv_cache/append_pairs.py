@@ -126,8 +126,10 @@ def merge_prompt(
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the keys of both layers and the values of both layers, aligned if there are
-        alignment maps."""
+        """Return the keys of both layers and the values of both layers.
+
+        If there are maps that make the two layers' rows similar, apply these maps to the rows.
+        """
         some = [x[:, :, span] for x in rows]
         keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
         if maps is None or heads is None:

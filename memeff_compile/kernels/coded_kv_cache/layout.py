@@ -7,10 +7,11 @@ packed as follows in a row of D channels:
 
 - 4 bits: channels j and j + D/2 are the low and the high half of one byte.
 - 2 bits: four channels, D/4 apart, share a byte.
-- 3 bits: first the low two bits, packed like 2-bit codes, then the high bits, two tokens to a byte.
-  For keys, the tokens are 2t and 2t + 1, for values t and t + group/2. A byte has the high bits of
-  four channels, p = 0 to 3. For p = 0 to 2, the first token's high bit is bit 2p + 2. For p = 3,
-  the first token's high bit is bit 0. The second token's high bit is the next bit.
+- 3 bits: first the low two bits of the codes, packed like 2-bit codes, then the third (highest)
+  bits, two tokens to a byte. For keys, the tokens are 2t and 2t + 1, for values t and t + group/2.
+  A byte has the third bits of four channels, p = 0 to 3. For p = 0 to 2, the first token's third
+  bit is bit 2p + 2. For p = 3, the first token's third bit is bit 0. The second token's third bit
+  is the next bit.
 """
 
 from __future__ import annotations
