@@ -135,9 +135,12 @@ def _code_directions(
     IS_VALUE: tl.constexpr,
 ):
     """Encode the directions (unit vectors) of one group of keys or values, and store the norms of
-    both layers' keys or values.
+    both layers' keys or values, or the ratio of these norms.
 
-    A direction is one unit vector that two layers share for a token's keys, or for its values.
+    A direction is one unit vector that two layers share for a token's keys, or for its values. With
+    NORMS == 2, the function stores both layers' norms. With NORMS == 1, the function multiplies the
+    scales by the lower layer's norm. The function then stores only the upper layer's norm divided
+    by the lower layer's norm.
     """
     lower, upper = pair
     codes_base, scales_base = made

@@ -190,10 +190,10 @@ def encode_chunk(
     chunk's patches (uncoded elements), and which groups of weights have patches.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. The kernel first overwrites the gradient with the updated weights that
-    had codes before the step. If the chunk also had patches (uncoded elements), the kernel then
-    overwrites their gradients with the updated patches. Only in this case does the kernel read the
-    chunk's updated weights again before it encodes them.
+    read and written once. The kernel first overwrites the whole gradient of the chunk with updated
+    weights. For patches (uncoded elements), the numbers written first are wrong. If the chunk had
+    patches before the step, the kernel then overwrites these numbers with the updated patches. Only
+    in this case does the kernel read the chunk's updated weights again before it encodes them.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
