@@ -164,9 +164,9 @@ def _store_bytes(
     """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
     block.
 
-    With 3-bit codes, the high bits of two tokens share a byte. For keys, the two tokens are
-    neighbours. For values, token i of the first half of the given tokens shares a byte with token i
-    of the second half.
+    With 3-bit codes, the third (highest) bits of two tokens share a byte. For keys, the two tokens
+    are neighbours. For values, token i of the first half of the given tokens shares a byte with
+    token i of the second half.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made

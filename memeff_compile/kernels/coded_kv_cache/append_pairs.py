@@ -60,8 +60,8 @@ def append_pair(
     """Write tokens of both layers, or of the upper layer only, and merge both layers' complete
     groups of tokens.
 
-    Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
-    then returns nan until the cache is reset.
+    If the cache would contain more than `limit` tokens, or if the two layers have different numbers
+    of tokens, no token is written. Attention then returns nan until the cache is reset.
     """
     from . import append_pairs_kernels as kernels
 
@@ -126,8 +126,10 @@ def merge_prompt(
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the keys of both layers and the values of both layers, aligned if there are
-        alignment maps."""
+        """Return the keys of both layers and the values of both layers.
+
+        If there are maps that make the two layers' rows similar, apply these maps to the rows.
+        """
         some = [x[:, :, span] for x in rows]
         keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
         if maps is None or heads is None:

@@ -6,10 +6,11 @@ windows of latest tokens. Complete groups of tokens are merged across the two la
 per sequence and key-value head processes the keys and values of both layers. The reason is that all
 four tensors together decide which rows (keys or values of a token) stay unmerged. A shared
 direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
-weights follow from three sums over the channels of both rows. So a program reads the rows twice, a
-few channels at a time. The first time, the program computes the sums. The second time, the program
-computes and encodes the direction. Programs read the cache's number of tokens from GPU memory. Of a
-launch's programs, the one that ends last writes the new number of tokens.
+weights follow from three sums over the channels: of the squares in each row, and of the products of
+both rows. So a program reads the rows twice, a few channels at a time. The first time, the program
+computes the sums. The second time, the program computes and encodes the direction. Programs read
+the cache's number of tokens from GPU memory. Of a launch's programs, the one that ends last writes
+the new number of tokens.
 
 Two other kernels merge the groups of a prompt. One kernel measures the distances between the rows
 of both layers. Then plain PyTorch chooses the rows that stay unmerged, and the other kernel encodes
@@ -133,10 +134,14 @@ def _code_directions(
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Encode the directions of one group of tokens, and store the lengths of both layers' keys or
-    values.
+    """Encode the directions (unit vectors) of one group of keys or values, and store the norms of
+    both layers' keys or values, or the ratio of these norms.
 
-    A direction is one unit vector that two layers share for a token's keys, or for its values."""
+    A direction is one unit vector that two layers share for a token's keys, or for its values. With
+    NORMS == 2, the function stores both layers' norms. With NORMS == 1, the function multiplies the
+    scales by the lower layer's norm. The function then stores only the upper layer's norm divided
+    by the lower layer's norm.
+    """
     lower, upper = pair
     codes_base, scales_base = made
     lower_norms, upper_norms = norms

@@ -38,8 +38,8 @@ def append(
     """Write tokens of both layers, or of the upper layer only, and encode the groups that are
     complete.
 
-    Beyond `limit`, or if the two layers have different lengths, no token is written, and attention
-    then returns nan until the cache is reset.
+    If the cache would contain more than `limit` tokens, or if the two layers have different numbers
+    of tokens, no token is written. Attention then returns nan until the cache is reset.
     """
     if is_first and lower_new is not None:
         _append_first(pair, lower_new, upper_new, bits, recent, limit, settings)

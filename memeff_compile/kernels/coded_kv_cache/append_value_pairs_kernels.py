@@ -64,7 +64,8 @@ def _share_group(
 
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
-    """Copy the sequence's first tokens, which stay exact, from a window of latest tokens.
+    """Copy a sequence's first tokens, before they leave the window of latest tokens, to the memory
+    for exact tokens.
 
     Only tokens of the group that starts at position `coded` are copied.
     """

@@ -7,10 +7,11 @@ packed as follows in a row of D channels:
 
 - 4 bits: channels j and j + D/2 are the low and the high half of one byte.
 - 2 bits: four channels, D/4 apart, share a byte.
-- 3 bits: first the low two bits, packed like 2-bit codes, then the high bits, two tokens to a byte.
-  For keys, the tokens are 2t and 2t + 1, for values t and t + group/2. A byte has the high bits of
-  four channels, p = 0 to 3. For p = 0 to 2, the first token's high bit is bit 2p + 2. For p = 3,
-  the first token's high bit is bit 0. The second token's high bit is the next bit.
+- 3 bits: first the low two bits of the codes, packed like 2-bit codes, then the third (highest)
+  bits, two tokens to a byte. For keys, the tokens are 2t and 2t + 1, for values t and t + group/2.
+  A byte has the third bits of four channels, p = 0 to 3. For p = 0 to 2, the first token's third
+  bit is bit 2p + 2. For p = 3, the first token's third bit is bit 0. The second token's third bit
+  is the next bit.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class OwnKeys(NamedTuple):
 class Maps(NamedTuple):
     """The linear maps that make the keys and values of two layers similar (module `alignment`).
 
-    If two layers merge only values, each head has one mean and one matrix instead of two.
+    If two layers merge only values, each head has a mean and a matrix for its values, but not for
+    its keys.
     """
 
     lower_means: Any  # (B, H, 2, D), of keys and of values
@@ -268,9 +270,10 @@ _HIGH_PLACES = (2, 4, 6, 0)
 
 
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
-    """Pack the high bits of a group of codes, (..., group, D) uint8, into (..., group / 2, D / 4).
+    """Pack the third (highest) bits of a group of 3-bit codes.
 
-    Two tokens share a byte: for keys they are neighbours, for values they are half a group apart.
+    The bits, (..., group, D) uint8, become bytes of the shape (..., group / 2, D / 4). Two tokens
+    share a byte: for keys they are neighbours, for values they are half a group apart.
     """
     tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
     first, second = tokens.unbind(-3 if is_value else -2)

@@ -74,9 +74,9 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
     """Return the bytes of the maps that align two layers.
 
-    Each sequence and head has a mean row for each layer, a matrix, and the index of the lower
-    layer's head. Keys and values have separate means and matrices. If `kinds` is 1, only values
-    have them.
+    Each sequence and head has a mean row for each layer, and a matrix. For each sequence and head
+    of the upper layer, an index says with which head of the lower layer the head is merged. Keys
+    and values have separate means and matrices. If `kinds` is 1, only values have them.
     """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 

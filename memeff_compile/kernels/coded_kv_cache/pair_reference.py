@@ -186,7 +186,9 @@ def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
     """Return rows in the form in which they are compared and merged.
 
-    The rows are ordered by slot (head of the lower layer), and aligned if there are alignment maps.
+    If `maps` is None, the rows stay as they are. Otherwise the function applies these linear maps,
+    which make the two layers' rows similar. It then orders the heads by slot (head of the lower
+    layer).
     """
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)

@@ -1,8 +1,10 @@
-"""Average a key, or the product of two keys, as if the same keys also appeared at later positions.
+"""Average a key over its own and later positions, as if the same key appeared at each of them. Do
+the same for the product of two keys.
 
 A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane. The angle
 is in proportion to the position. So a key that appears again `s` positions later is the same key
-rotated by `s` times the angles. The mean over `s` from 0 to a span has a closed form.
+rotated by `s` times the angles. The mean of these rotated keys, over all real `s` from 0 to
+`span`, has a closed form.
 """
 
 from __future__ import annotations

@@ -61,8 +61,9 @@ def encode(
     """Encode groups of keys or values. Return (B, H, n, G * D * bits / 8) uint8 codes, and the
     scales.
 
-    The returned scales have the memory order of the cache. If `bits` is PLAIN (rows are stored
-    without codes), the result contains numbers (B, H, n, G * D).
+    The returned scales have the memory order of the cache. If `bits` is PLAIN, the cache stores
+    rows without codes. In place of codes and scales, the function then returns the numbers of x,
+    (B, H, n, G * D), and empty scales.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -179,8 +180,10 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return which positions, (B, H or 1, n), contain a first token, which stays exact, or padding
-    before the first tokens.
+    """Return which positions, (B, H or 1, n), contain one of a sequence's first tokens, or padding
+    before the sequence.
+
+    The cache stores these first tokens exactly.
     """
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)

@@ -6,17 +6,19 @@ Program i of n processes steps i, i + n, i + 2n and so on. A step is a few group
 the codes, the program processes tiles of the latest tokens and of the first tokens, which are
 stored exactly. Of these tiles, too, each of the n programs processes every n-th. Scores have tokens
 as rows and query heads as columns, so that keys and values are the left operands of the matrix
-products. As left operands, keys and values are read as bytes and unpacked in registers. A tile
-needs only eight columns, so eight query heads fill it. If the query heads fill at most half of a
-tile, two groups of tokens share the tile (HALVES). The first half of the columns has the queries
-for one group, the second half has the queries for the next group. A matrix product multiplies the
-codes of one group by all columns, and the kernel uses only this group's half of the result. At the
-end, each half of the columns is a partial result of its own. Codes are not decoded. The query is
-multiplied by the keys' scales, and the softmax weight by the values' scales. Zero points are added
-once per step (a few groups of codes). For each token's place in a group, a program has a separate
-sum of softmax weights, in registers. These sums are added up only at the end. So a step has only
-two reductions across threads: the sum for the zero points of keys, and the maximum of the scores.
-The sums run in a fixed order.
+products. The kernel reads these left operands as bytes and unpacks them in registers. The smallest
+tile of a matrix product has eight columns, so eight query heads fill it. If the query heads fill at
+most half of a tile, two groups of tokens share the tile (HALVES). The first half of the columns has
+the queries for one group, the second half has the queries for the next group. A matrix product
+multiplies the codes of one group by all columns, and the kernel uses only this group's half of the
+result. At the end, each half of the columns is a partial result of its own. Codes are not decoded.
+The query is multiplied by the keys' scales, and the softmax weight by the values' scales. Once per
+step, the kernel sums the query times the keys' zero points over the channels, and adds this sum to
+the scores. The zero points of values are multiplied by the softmax weights. For each token's place
+in a group, a program sums these products, and the softmax weights, in registers. Only at the end
+does the program add up the sums of all places. So a step has only two reductions across threads:
+the sum of the query times the keys' zero points, and the maximum of the scores. The sums run in a
+fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and
@@ -55,7 +57,8 @@ def _take_two(BITS, PART, BYTE):
 
     The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
     third bits come from a second operand. For the fourth channel block, both operands are first
-    shifted. After the shift, its bits are at the positions that the third block's bits have.
+    shifted. The shift moves the fourth block's bits to the positions from which the third block's
+    bits are read.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS

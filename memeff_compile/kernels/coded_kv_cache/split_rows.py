@@ -2,8 +2,9 @@
 their keys and values. Their caches store these directions as plain numbers, not as codes. This
 implementation needs a CUDA GPU of sm_80 or later.
 
-The implementation `rows` works like the implementation `codes`. The CPU never waits for the GPU,
-the launch grid depends only on static sizes, and kernels use no atomic operations.
+The implementation `codes` (module `split_codes`) is for caches with codes. For both
+implementations, the CPU never waits for the GPU, the launch grid depends only on static sizes, and
+kernels use no atomic operations.
 """
 
 from __future__ import annotations

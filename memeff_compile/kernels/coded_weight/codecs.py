@@ -45,10 +45,11 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """How much spare memory the lists of a compressed weight get at their end.
+    """How much spare memory a compressed weight's lists (tensors of irregular length) get at their
+    end.
 
-    A list is a tensor whose length depends on the weight's values (`layout.LISTS`). Later values of
-    the weight may need longer lists.
+    The length of a list depends on the weight's values (`layout.LISTS`). Later values of the weight
+    may need longer lists.
     """
 
     share: float = 0.0  # spare elements, as a share of the elements that are used now
@@ -100,7 +101,7 @@ def _run_often(
     warps: int,
     *constants: tuple[str, Any],
 ) -> None:
-    """Run a kernel like `_run`, but with less host time, because a training step calls this
+    """Run a kernel, as `_run` does, but with less host time, because a training step calls this
     function 1,000 times."""
     settings, name = _settings(warps, *constants)
     with on_device(tensors[0]):
@@ -119,16 +120,17 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return how many 16-bit numbers the spill buffer needs for a weight of a given size.
+    """Return the length of a spill buffer: memory for a weight whose new codes do not fit into its
+    existing tensors.
 
-    The spill buffer is memory for a weight whose new codes do not fit into its existing tensors.
+    The length, in 16-bit numbers, is enough for a weight of `count` elements.
     """
     return HEADING + padded(count)
 
 
 class Outcome:
-    """The result of encoding a weight into existing tensors: whether the tensors' lists were long
-    enough.
+    """The result of encoding a weight into existing tensors: whether the lists (tensors of
+    irregular length) were long enough.
 
     The CPU knows the result only after the GPU has run the kernels.
     """
@@ -139,8 +141,10 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Store the needed and the available list lengths, and the spill buffer, which receives the
-        weight's new value if a list is too short.
+        """Store the needed and the available lengths of the weight's lists (tensors of irregular
+        length).
+
+        Also store the spill buffer, which receives the weight's new value if a list is too short.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
@@ -162,7 +166,9 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy the needed lengths of lists to the CPU, without waiting for the copy."""
+        """Start to copy to the CPU how long the weight's lists (tensors of irregular length) must
+        be, without waiting for the copy.
+        """
         with on_device(self._needed):
             if self._needed.is_cuda:
                 self._event = torch.cuda.Event()
@@ -172,7 +178,9 @@ class Outcome:
                 self._event.record()
 
     def fits(self) -> bool:
-        """Wait for the GPU and return whether all lists were long enough."""
+        """Wait for the GPU, and return whether all of the weight's lists (tensors of irregular
+        length) were long enough.
+        """
         if self._event is not None:
             self._event.synchronize()
         elif self._needed.is_cuda:  # the spill buffer may not be written yet
@@ -210,7 +218,8 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs, as int32.
 
-    The weights are read in runs of consecutive weights. Only one run in `every` is counted.
+    The weights are read in runs of consecutive weights. The function counts only every n-th run,
+    where n is `every`.
     """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (
@@ -264,8 +273,8 @@ def encode_soon(
 ) -> Outcome | bool:
     """Encode a new value of a weight into its existing tensors.
 
-    The codecs `win4` and `tier` keep the exponent windows of the old value. An exponent window is a
-    range of exponents that have a code.
+    The codecs `win4` and `tier` keep the old value's exponent windows (ranges of exponents that
+    have a code).
 
     Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
     GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer contains the
@@ -295,8 +304,8 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
 
     A patch is a weight whose exponent is outside of the window, the range of exponents that have a
     code. Return how many patches each chunk (8192 weights) has, and which groups of 256 weights
-    have patches. The function `_list_win4` needs these numbers. The old weight's patches are read
-    only if there is an optimizer step.
+    have patches. The function `_list_win4` needs these numbers. The kernel reads the old weight's
+    patches (uncoded elements) only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -455,7 +464,7 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Return whether `step` supports a gradient, whose memory it overwrites."""
+    """Return whether `step`, which overwrites a gradient's memory, supports a given gradient."""
     return (
         form.is_lossless
         and gradient.dtype == torch.bfloat16

@@ -144,8 +144,8 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return the number n for which the codec `win4` reads every n-th run of consecutive weights to
-    choose an exponent window.
+    """Return n: to choose which exponents get a code, the codec `win4` reads every n-th run of
+    consecutive weights.
 
     With n = 1, the codec reads all weights.
     """

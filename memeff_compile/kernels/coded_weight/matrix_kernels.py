@@ -7,8 +7,8 @@ words, called pair words. Each thread loads only the codes of the weights that i
 tensor core, four words at a time. So threads need not exchange data. The terms of a sum along K may
 have any order, as long as the weights and x have the same order.
 
-In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
-32-bit words of codes.
+In variable names, a row is a row of the weight matrix (one output), and a token is a row of x. A
+word is a 32-bit word with the codes of eight elements.
 """
 
 from __future__ import annotations
@@ -297,8 +297,9 @@ def _later_patches(
 
     This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
     patches at a time. In each round, it loads the list indices at which the patches of each chunk
-    end. One function for all rounds took more registers. That one function made products of weights
-    with few mantissa bits slower (docs/measured/compressed-weights.md).
+    end. One function instead of both `patched` and this one took more registers. That one function
+    made products of 16 tokens with weights of 0 mantissa bits slower
+    (docs/history/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout

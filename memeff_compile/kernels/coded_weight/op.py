@@ -3,12 +3,12 @@ autograd.
 
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
-the ops take the weight's coded tensors as separate arguments, so an inner compiler sees these
-tensors. The op `coded_weight_product` chooses between two ways of multiplying at run time. For a
-few tokens and the codec `win4`, one kernel decodes and multiplies. Otherwise a kernel decodes the
-weight into a temporary buffer, and the GPU's matrix library multiplies. If a gradient is needed,
-the op `coded_weight_decode` and an ordinary linear run instead. Results then equal the results of a
-dense layer bit for bit (`trained_product`).
+the ops take the weight's coded tensors as separate arguments, so the inner compiler (Inductor by
+default) sees these tensors. The op `coded_weight_product` chooses between two ways of multiplying
+at run time. For a few tokens and the codec `win4`, one kernel decodes and multiplies. Otherwise a
+kernel decodes the weight into a temporary buffer, and the GPU's matrix library multiplies. If a
+gradient is needed, two other ops run instead: `coded_weight_decode`, and then PyTorch's `linear`.
+Results then equal the results of a dense layer bit for bit (`trained_product`).
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def scaled_pair(pair, scale):
     """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word.
     The products are rounded to nearest, ties to even.
 
-    The instruction is a multiply-add that adds -0.0, because adding 0.0 would turn a product of
-    -0.0 into 0.0.
+    The function uses one multiply-add instruction, which adds -0.0. Adding 0.0 would turn a product
+    of -0.0 into 0.0.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -319,9 +319,10 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write the length that a list needs, as two 16-bit words, to the header of a spill buffer.
+    """Write how long a weight's list (a tensor of irregular length) must be, as two 16-bit words.
 
-    The spill buffer is memory for weights whose codes do not fit into their existing tensors.
+    The words go to the header of a spill buffer: memory for weights whose codes do not fit into
+    their existing tensors.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -339,11 +340,11 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that a weight's lists need to the header of a spill buffer.
+    """Write how long a weight's COUNT lists (tensors of irregular length) must be.
 
-    The spill buffer is memory for weights whose codes do not fit into their existing tensors. The
-    weight has COUNT lists, the tensors whose length depends on its values. If one of these lists is
-    too short, also write the weight's value to the spill buffer.
+    These lengths go to the header of a spill buffer: memory for weights whose codes do not fit into
+    their existing tensors. If one of the lists is too short, also write the weight's value to the
+    spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

@@ -23,7 +23,7 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     """Return a tuple that describes the weight on which a program of the kernel works:
 
     - the weight's index, and the program's index within the weight;
-    - the weight's allocation, and the memory of its gradient or its new values;
+    - the weight's allocation, and its gradient's memory, which the updated weight overwrites;
     - the number of chunks of the weight, and that of all earlier weights;
     - the number of patches (uncoded elements) for which the allocation has space.
 
@@ -67,7 +67,10 @@ def _coded_weight_piece_decode_kernel(
     C: tl.constexpr,
     # CHUNKS and ROOM: of the weight
 ):
-    """Decode WORDS * 8 elements of a weight whose coded tensors lie in one allocation."""
+    """Decode a weight whose coded tensors lie in one allocation.
+
+    Each program decodes WORDS words of codes. A word has 32 bits, the codes of eight elements.
+    """
     parts = _parts(piece_ptr, C.CHUNKS, C.ROOM)
     decode_some(tl.program_id(0), parts, weight_ptr, C.WORDS, C.PATCHES)
 

@@ -157,8 +157,11 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """The result of encoding several weights: whether their codes fitted into their lists, known
-    once the GPU has run the kernels."""
+    """The result of encoding several weights: whether the patches (uncoded elements) of each weight
+    fitted into the weight's allocation.
+
+    The CPU knows the result only after the GPU has run the kernels.
+    """
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Record a CUDA event on the current stream."""

@@ -102,8 +102,8 @@ def _coded_weight_rans_encode_kernel(
     WARPS: tl.constexpr,
 ):
     """Encode as many chunks of weights as the program has warps. In one step, each thread of a warp
-    encodes one weight. The kernel begins with a chunk's last step, because decoding runs in the
-    reverse order.
+    encodes one weight. The kernel encodes a chunk's last weights first, because the decoder returns
+    weights in the reverse of the order of encoding.
 
     If COUNT is set, the kernel only counts the words that the encoded chunk needs.
     """

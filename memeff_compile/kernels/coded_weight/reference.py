@@ -2,7 +2,8 @@
 used on a CPU.
 
 Its functions process a few chunks of the weight at a time, so that temporary tensors stay small.
-`layout.py` defines the names of the coded tensors and the order of weights inside a group.
+`layout.py` defines the names of the coded tensors, and the order of the weight's elements inside
+each group of 256.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def as_patterns(weight: Tensor) -> Tensor:
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs, as int64.
 
-    The weights are read in runs of consecutive weights. Only one run in `every` is counted.
+    The weights are read in runs of consecutive weights. The function counts only every n-th run,
+    where n is `every`.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
@@ -429,8 +431,8 @@ def with_signs(
     mantissa fields of `patterns`.
 
     If the format has a list of patches (uncoded elements), this function also fills in their
-    values. A patch's value is its 16 bits in `whole`, the weight to encode. The sign and mantissa
-    fields of such a patch are zero.
+    values. A patch's value is its 16 bits in `whole`, the weight to encode. In the returned tensor
+    of sign and mantissa fields, the field of each patch is zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

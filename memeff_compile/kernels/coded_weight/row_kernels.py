@@ -9,7 +9,8 @@ normaliser (scale) of the weight's block. One instruction multiplies and rounds 
 pair word (a 32-bit word of two bf16 weights). So the kernel multiplies x by exactly the weights
 that decoding would give.
 
-In variable names, rows are rows of the weight (its outputs), and words are codes of eight weights.
+In variable names, a row is a row of the weight matrix (one output). A word is a 32-bit word with
+the codes of eight elements.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ def _coded_weight_row_win4_several_kernel(
 ):
     """Multiply one token by 2 or 3 weights of the same width.
 
-    The order of each sum is the same as in `_coded_weight_row_win4_kernel`.
+    Each sum adds its terms in the same order as in `_coded_weight_row_win4_kernel`.
     """
     program = tl.program_id(0)
     first = tl.cdiv(weight_0.rows, C.TILE_0[2])

@@ -244,8 +244,8 @@ converts all of x. With more columns this takes longer than it saves."""
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
     """Return whether one token is multiplied in fp16.
 
-    Fp16 requires that normalisers (scales) cover whole groups of weights, and that x has few enough
-    columns.
+    Fp16 requires that each normaliser (scale) covers at least one whole group of 256 weights. It
+    also requires that x has at most `MOST_HALVES` columns.
     """
     return block >= GROUP and columns <= MOST_HALVES[mantissa]
 
@@ -255,8 +255,8 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
 
     The weights for queries, keys and values of usual models get the same tile, so that one launch
     multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
-    for weights of other sizes. With more than 32 groups of columns, the tile has four warps for any
-    number of rows. Eight warps were 10 % slower for a weight of 4096 x 14336.
+    for weights of other sizes. With more than 32 groups of 256 columns, the tile has four warps for
+    any number of rows. Eight warps were 10 % slower for a weight of 4096 x 14336.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     if groups > 32:

@@ -42,11 +42,11 @@ def side_by_side(
     The length of such a list, for example the list of uncoded elements, depends on the weight's
     values.
 
-    The function copies the lists of one weight after another into a new allocation. The function
-    frees a weight's old lists after copying them, so one extra allocation is needed temporarily.
-    The weights may have different codecs and devices, and their values do not change. The function
-    also adds spare memory to a list that already has spare memory. A weight whose coded tensors lie
-    in one allocation stays where it is.
+    The function fills each new allocation with lists, one weight after another. The function frees
+    a weight's old lists after copying them, so one extra allocation is needed temporarily. The
+    weights may have different codecs and devices, and their values do not change. The function also
+    adds spare memory to a list that already has spare memory. If all coded tensors of a weight lie
+    in one allocation, the function moves them together and keeps them next to each other.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:

@@ -307,7 +307,9 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """Return a unique number that changes when one of the coded tensors moves in memory."""
+        """Return a number that no other weight has, and that changes when one of the coded tensors
+        moves in memory.
+        """
         self.settle()
         held = vars(self)
         if "_memory_number" not in held:
@@ -399,9 +401,10 @@ class CodedWeight(Tensor):
         """Encode a new value in place, without waiting for the GPU to report whether its codes
         fitted.
 
-        Call `settle` on the result to wait for this report. If the weight is read before, the read
-        itself calls `settle`. Raise CodedWeightError if memory runs out while the codes are
-        written. The dense value is then kept, and encoded when the weight is next read.
+        Call `settle` on the result to wait for this report. If the weight is read before `settle`
+        is called, the read itself calls `settle`. Raise CodedWeightError if memory runs out while
+        the codes are written. The dense value is then kept, and encoded when the weight is next
+        read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -742,7 +745,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _on_values(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a handler that runs a function on decoded values.
 
-    If the function raises an error for dense tensors, this handler raises the same error.
+    If the function raises an error on the decoded values, this handler raises the same error.
     """
 
     def read(*args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ A 32-bit word of codes contains the exponents of eight weights. Two words of sig
 weights' signs and mantissas. No weight depends on its neighbours, so kernels need only about ten
 operations per weight.
 
-In variable names, rows are rows of the weight (its outputs), tokens are rows of x, and words are
-32-bit words of codes.
+In variable names, a row is a row of the weight matrix (one output), and a token is a row of x. A
+word is a 32-bit word with the codes of eight elements.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 @triton.jit
 def _pairs(codes, signs, base):
-    """Decode words of codes, with the signs and mantissas at the same positions.
+    """Decode words of codes, together with the signs and mantissas of the same weights.
 
     Return four 32-bit words of two weights each.
     """
@@ -190,10 +190,10 @@ def encode_chunk(
     chunk's patches (uncoded elements), and which groups of weights have patches.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. The kernel writes all updated weights to the gradient's memory. If the
-    chunk had patches (uncoded elements) before the step, the kernel also writes the updated patches
-    there. Only in this case does the kernel read the chunk's updated weights again before it
-    encodes them.
+    read and written once. The kernel first overwrites the whole gradient of the chunk with updated
+    weights. For patches (uncoded elements), the numbers written first are wrong. If the chunk had
+    patches before the step, the kernel then overwrites these numbers with the updated patches. Only
+    in this case does the kernel read the chunk's updated weights again before it encodes them.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)

@@ -1,10 +1,10 @@
 """memeff::embedding and its related ops: schemas, validation, choice of implementation, fake
 tensors, autograd.
 
-`embedding` and `embedding_tied` are composed of other ops (CompositeImplicitAutograd), so the inner
-compiler sees aten.embedding in the forward pass and fuses it as usual. The backward pass calls
-`embedding_backward`, which has no side effects, or `embedding_accumulate`, which writes to its
-first argument.
+`embedding` and `embedding_tied` are composed of other ops (CompositeImplicitAutograd). So the inner
+compiler (Inductor by default) sees aten.embedding in the forward pass and fuses it as usual. The
+backward pass calls `embedding_backward`, which has no side effects, or `embedding_accumulate`,
+which writes to its first argument.
 
 In `embedding_tied`, the weight of the output projection is a second output of the lookup. So
 autograd passes two gradients to the lookup's backward pass: the gradient of the looked-up rows, and

@@ -4,7 +4,7 @@ Before the rewrite: `x = embedding(ids, W)`, where W has the placement Shard(0).
 DTensor with the placement Partial. So the ranks' local tensors must still be added up.
 
 After the rewrite: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is
-the rank's shard of W.
+the rank's shard of W. The shard starts at row `first_row` of W, and -1 means that no id is padding.
 
 DTensor computes the V x D gradient of all rows of W on every rank, and then keeps only the rank's
 own rows. With these ops, a rank computes only the gradient of its own rows.

@@ -2,11 +2,11 @@
 implementation, fake tensors.
 
 `kv_cache_append` and `kv_cache_last` are composed of other ops (CompositeImplicitAutograd). In
-`kv_cache_append`, the inner compiler sees two in-place writes: one of the keys and one of the
-values. The compiler fuses the writes with the ops that compute the keys, including the rotary
-embedding. `kv_cache_attention` is a custom op without side effects. `kv_cache_attention` has no
-backward pass, because it is meant for generation. If a gradient is requested, the op raises an
-error.
+`kv_cache_append`, the inner compiler (Inductor by default) sees two in-place writes: one of the
+keys and one of the values. The compiler fuses the writes with the ops that compute the keys,
+including the rotary embedding. `kv_cache_attention` is a custom op without side effects.
+`kv_cache_attention` has no backward pass, because it is meant for generation. If a gradient is
+requested, the op raises an error.
 """
 
 from __future__ import annotations

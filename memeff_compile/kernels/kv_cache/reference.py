@@ -24,7 +24,8 @@ def attend(
     mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
     scale: float,  # factor of the scores
 ) -> Tensor:
-    """Return attention over the keys up to position `last` that `mask` does not hide.
+    """Return each query's attention over the keys that are not after position `last` and not hidden
+    by `mask`.
 
     The result's memory has the order (B, M, H, D). If a mask hides all keys from a query, the
     result for this query is zero.

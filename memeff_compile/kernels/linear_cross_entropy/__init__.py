@@ -14,12 +14,12 @@ the hidden states, the op returns five numbers:
 Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All five
 results but `top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank
 term of the projection. For a LoRA adapter with matrices A and B, low is h A^T times the adapter's
-scale, and up is B. The op builds neither the sum of the products hidden @ weight.T and low @ up.T,
-nor a copy of the projection's weight. PEFT keeps adapters in fp32, while the weight may have 16
-bits. If low and up are fp32 and the weight has 16 bits, the products with low and up are computed
-in fp32. The gradients of low and up are then computed from unrounded fp32 gradients of the logits.
-Ordinary ops on N numbers compute the means, the sums, the class weights of targets and the label
-shift, outside of this op.
+scale, and up is B. The op never stores the whole N x V sum of hidden @ weight.T and low @ up.T in
+memory. Nor does the op copy the projection's weight. PEFT keeps adapters in fp32, while the weight
+may have 16 bits. If low and up are fp32 and the weight has 16 bits, the products with low and up
+are computed in fp32. The gradients of low and up are then computed from unrounded fp32 gradients of
+the logits. Outside of this op, ordinary PyTorch ops on N numbers (one per row) shift the labels,
+apply the targets' class weights, and compute the losses' mean or sum.
 
 The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
 `hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,

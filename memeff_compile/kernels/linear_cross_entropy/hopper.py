@@ -651,6 +651,7 @@ def add_columns(
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
     """Return whether a loss has no bias, no softcap and no sums of logits.
 
-    Only for such a loss do the registers suffice for the wider tiles of the logits' gradient G.
+    With a bias, a softcap or sums, tiles of the logits' gradient G have fewer columns, because
+    these terms need registers.
     """
     return bias is None and not (settings.softcap or settings.with_logit_sum)

@@ -254,7 +254,7 @@ class Shapes(NamedTuple):
 
     def gradient_columns(self, *, is_plain: bool) -> int:
         """Return the number of columns of a tile of the logits' gradient G: fewer if a softcap, a
-        bias or gathered rows need registers."""
+        bias or sums of logits need registers."""
         return self.columns if is_plain else self.rows
 
 
