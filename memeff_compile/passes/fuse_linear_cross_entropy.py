@@ -342,8 +342,10 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the report's text about the fused op's implementation: its name, its measured speed,
-    and the effect of the gradient filter.
+    """Return the report's text about the fused op's implementation: its name and measured speed.
+
+    If a gradient filter is on, the text also names its effect. Such a filter drops classes with
+    small gradients.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

@@ -57,13 +57,14 @@ def explain(
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
     included. The function copies the model and does not change it. If gradients are enabled, the
-    plan is for training.
+    step is a training step.
 
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in `torch.compile(options=...)`. If the option
-            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
+        options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights"
+            names a codec (a format of compressed weights), the predicted memory is that of a model
+            which `compress_` has compressed.
         device: the device that the plan is made for: "cuda" or "cpu".
         gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
             memory; by default, for the kernels of an H100 or H200.
@@ -179,9 +180,10 @@ def _captured(
 ) -> _Captured:
     """Capture a model at the sizes of the call, and again at other sizes.
 
-    The captures show how the sizes of buffers depend on batch size and length. If a size is not
-    proportional to the length, the plan holds only for the call's sizes. For example, a model may
-    round lengths up to whole chunks.
+    The captures show how the sizes of buffers depend on batch size and length. If a size follows no
+    formula in the length, the predicted memory holds only for the call's length. For example, a
+    model may round lengths up to whole chunks. If a size follows no formula in the batch size
+    either, the predicted memory holds only for the call's batch size, too.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1

@@ -24,9 +24,10 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """The error for an edit that would change a value which another node or the caller can see.
+    """The error for an edit that would change a property (such as the dtype) of a value.
 
-    All edits of the same match are then undone.
+    Nodes outside of the match, or the code that calls the graph, could see this change. All edits
+    of the current match are then undone.
     """
 
 
@@ -244,8 +245,8 @@ class Editor:
     def commit(self, dead: Sequence[Node]) -> None:
         """Check the edited nodes, then permanently erase those nodes of `dead` that are unused.
 
-        This check may raise EditRefused. The whole graph is checked by FX's lint once, after all
-        passes.
+        If an operand does not come before the node that reads it, raise RuntimeError. The whole
+        graph is checked by FX's lint once, after all passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"
