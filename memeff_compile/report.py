@@ -440,7 +440,7 @@ class GraphReport:
     nodes: int  # number of nodes of the original graph
     seconds: float  # spent in memeff_compile's code
     before: str = ""  # the original graph, as text
-    after: str = ""  # the graph for the inner compiler, as text
+    after: str = ""  # the graph after the passes, as text
     logits: LogitsUse | None = None  # how deferred logits were used at run time, if there are any
     replays: Replays | None = None  # how often it ran as a CUDA graph, if it can
     cause: str = ""  # why an earlier graph of the function did not serve the call, or ""

@@ -65,8 +65,8 @@ def explain(
         options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights"
             names a codec (a format of compressed weights), the predicted memory is that of a model
             which `compress_` has compressed.
-        device: the device that the plan is made for: "cuda" or "cpu".
-        gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
+        device: the device for which the memory is predicted: "cuda" or "cpu".
+        gpu: the name of a GPU, such as "rtx4090". The prediction is for this GPU's kernels and
             memory; by default, for the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
@@ -74,7 +74,7 @@ def explain(
     Raises:
         ExplainError: the model is neither a module nor a function; or its call has no tensor, or
             fails on tensors without memory.
-        OptionError: an option is not valid, or has no effect on a plan.
+        OptionError: an option is not valid, or has no effect on the prediction.
 
     Example:
         >>> print(memeff_compile.explain(model, input_ids=ids, labels=ids))  # doctest: +SKIP

@@ -4,8 +4,8 @@ Also insert the few ATen nodes that compute each loss from the call's results.
 
 Losses and other results of the logits (tails) may share one call of the fused op. These tails must
 have equal rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label
-smoothing and casts remain ATen nodes that operate on one number per row. Inductor, which compiles
-the graph after this pass, fuses these nodes.
+smoothing and casts remain ATen nodes that operate on one number per row. Inductor (the
+default compiler of the rewritten graph) fuses these nodes.
 """
 
 from __future__ import annotations
