@@ -1,9 +1,10 @@
 """Reports of a compilation: the rewrites, the matches that passes declined to rewrite with the
 reasons, and the bytes that the rewrites save.
 
-The backend records one `GraphReport` per compiled graph; `last_report()` returns all records since
-the last `torch._dynamo.reset()`, as text (`print`) or JSON. Byte counts are sympy formulas over the
-sizes of the user's model, so a reader can check the formulas and insert other sizes.
+The backend records one `GraphReport` per compiled graph. `last_report()` returns the reports of the
+latest 64 graphs since the last `torch._dynamo.reset()`, as text (`print`) or JSON. Byte counts
+are sympy formulas over the sizes of the user's model, so a reader can check the formulas and insert
+other sizes.
 """
 
 from __future__ import annotations
@@ -544,8 +545,8 @@ class Report(VerbReport):
     def bytes_saved(self) -> int:
         """Return the number of bytes that are not allocated, as far as it is known.
 
-        The number includes the bytes that all changes save. It also includes the logits that losses
-        outside of the graphs did not need."""
+        The number includes the bytes that all changes save. It also includes the bytes of the
+        logits that losses outside of the graphs did not need."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)

@@ -513,9 +513,10 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return the product of all masks by which the graph multiplies the rows of a divergence.
+    """Return one factor per row: the product of all masks of a divergence, or None without masks.
 
-    The product is in fp32 (fp64 for fp64 hidden states).
+    The factor is zero in rows that a mask sets to zero. The product is in fp32 (fp64 for fp64
+    hidden states).
     """
     assert hidden is not None
     total = None

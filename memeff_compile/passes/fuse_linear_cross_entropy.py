@@ -344,8 +344,8 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     """Return the report's text about the fused op's implementation: its name and measured speed.
 
-    If a gradient filter is on, the text also names its effect. Such a filter drops classes with
-    small gradients.
+    A gradient filter drops classes with small gradients. If a filter is on, the text also names
+    the filter's bound, or says that the filter drops no classes here.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

@@ -121,8 +121,8 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
-            low-bit codes. With 16 bits, `MiniCache(values_only=True)` has no effect: all layers
-            stay separate.
+            low-bit codes. With 16 bits, `KVCache` refuses `MiniCache(values_only=True)`, and this
+            function counts all layers as separate.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
 

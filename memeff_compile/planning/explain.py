@@ -182,8 +182,11 @@ def _captured(
 
     The captures show how the sizes of buffers depend on batch size and length. If a size follows no
     formula in the length, the predicted memory holds only for the call's length. For example, a
-    model may round lengths up to whole chunks. If a size follows no formula in the batch size
-    either, the predicted memory holds only for the call's batch size, too.
+    model may round lengths up to whole chunks. If the predicted memory holds only for the
+    call's length, it holds only for the call's batch size, too, under one of these conditions:
+
+    - a size follows no formula in the batch size either;
+    - the model reads values of the call, such as positions of images.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1

@@ -26,8 +26,9 @@ from .graph_info import GraphInfo, Region, same_shape
 class EditRefused(Exception):
     """The error for an edit that would change a property (such as the dtype) of a value.
 
-    Nodes outside of the match, or the code that calls the graph, could see this change. All edits
-    of the current match are then undone.
+    Nodes outside of the match, or the code that calls the graph, could see this change. The error
+    is also raised for an edit that the editor cannot make, for example if no node computes a size.
+    In all cases, the edits of the current match are undone.
     """
 
 
@@ -217,7 +218,7 @@ class Editor:
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
         """Make only `users` read `new` instead of `old`; raise EditRefused if the two nodes'
-        values differ."""
+        values differ in a property, such as the dtype."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
             raise EditRefused(f"{old.name} would change {difference}")

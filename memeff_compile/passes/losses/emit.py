@@ -143,9 +143,9 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     """Return the nodes that the graph must compute again before the call of the fused op.
 
     The call comes before the group's first tail (a loss or another result of the logits). The nodes
-    to compute again are targets, for example labels that the graph shifts after it has computed a
-    z-loss. They are integer views and copies of inputs, so computing them again is cheap. If
-    computing these nodes again could give other values, return None.
+    to compute again are targets or class weights, for example labels that the graph shifts after it
+    has computed a z-loss. Usually, they are views and copies of integer inputs, so computing them
+    again is cheap. If computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
