@@ -1,9 +1,10 @@
-"""Reports of a compilation: the rewrites, the declined matches with their reasons, and the bytes
-that are not allocated.
+"""Reports of a compilation: the rewrites, the matches that passes declined to rewrite with the
+reasons, and the bytes that the rewrites save.
 
-The backend records one `GraphReport` per compiled graph; `last_report()` returns all records since
-the last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the
-user's model, so a reader can check the formulas and insert other sizes.
+The backend records one `GraphReport` per compiled graph. `last_report()` returns the reports of the
+latest 64 graphs since the last `torch._dynamo.reset()`, as text (`print`) or JSON. Byte counts
+are sympy formulas over the sizes of the user's model, so a reader can check the formulas and insert
+other sizes.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class VerbReport(ABC):
         """Return the whole report as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
-        """Return the byte counts before and after the function changed the model, or None.
+        """Return the bytes of the changed tensors before and after the change, or None.
 
-        A notebook draws the two counts as bars."""
+        None means that the report has no such counts. A notebook draws the two counts as bars."""
         return None
 
     def _bars(self) -> str:
@@ -312,8 +313,8 @@ class LogitsUse:
         """Count a computation of logits, and record the op and the line of the user's code that
         requested it.
 
-        The op counts as a part of a metric. If `record_gradient` is called for the op later, the op
-        counts as a part of a loss.
+        The report treats the op as a part of a metric such as accuracy. If `record_gradient` is
+        called for the op later, the report treats the op as a part of a loss.
         """
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
@@ -385,8 +386,9 @@ class LogitsUse:
 
     @property
     def bytes_saved(self) -> int:
-        """Return the largest number of bytes of logits that one loss did not build, or 0 if code
-        built logits anyway."""
+        """Return the largest number of bytes of logits that one call of the fused op saved.
+
+        If the logits were computed anyway, for example for a metric, return 0."""
         return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
@@ -439,7 +441,7 @@ class GraphReport:
     nodes: int  # number of nodes of the original graph
     seconds: float  # spent in memeff_compile's code
     before: str = ""  # the original graph, as text
-    after: str = ""  # the graph for the inner compiler, as text
+    after: str = ""  # the graph after the passes, as text
     logits: LogitsUse | None = None  # how deferred logits were used at run time, if there are any
     replays: Replays | None = None  # how often it ran as a CUDA graph, if it can
     cause: str = ""  # why an earlier graph of the function did not serve the call, or ""
@@ -485,10 +487,11 @@ class GraphReport:
         return replace(self, logits=logits, replays=replays)
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
-        """Return the report with the result of `memeff.verify` from the graph's first run.
+        """Return a copy of the report that also has the result of the option `memeff.verify`.
 
-        If `undo` is set, the original graph runs from now on, and the report counts no rewrite of
-        this graph.
+        With this option, the graph's first run compares the rewritten graph with the original. If
+        `undo` is set, the original graph runs from now on, and the report counts no rewrite of this
+        graph.
         """
         records = [
             replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
@@ -516,7 +519,9 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Report(VerbReport):
-    """Every graph compiled since the last reset, oldest first.
+    """The reports of the graphs compiled since the last `torch._dynamo.reset()`, oldest first.
+
+    If there were more than 64 graphs, the object has only the reports of the latest 64.
 
     The text shows the changes, the bytes of memory that they save, and suggestions for the user.
     `details` adds locations and reasons, and `to_json` returns all facts.
@@ -540,7 +545,8 @@ class Report(VerbReport):
     def bytes_saved(self) -> int:
         """Return the number of bytes that are not allocated, as far as it is known.
 
-        The number counts all changes, and losses that were computed outside of the graphs."""
+        The number includes the bytes that all changes save. It also includes the bytes of the
+        logits that losses outside of the graphs did not need."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -622,13 +628,14 @@ class Report(VerbReport):
         return ", ".join(texts) or "nothing"
 
     def _next(self) -> str:
-        """Return suggestions for the user.
+        """Return suggestions for the user, in this order:
 
-        If a function reached PyTorch's limit of graphs, advice on this limit comes first. If a
-        later call of the function needs another graph, PyTorch runs this call without compilation.
-        Then follows the hint of the most important record. An error of a pass takes precedence over
-        a loss that was not fused. This loss takes precedence over the declined match that would
-        save the most memory. Advice on reads of deferred logits follows.
+        - advice on PyTorch's limit of graphs, if a function reached this limit;
+        - the hint (remedy) of the most important record;
+        - advice on code that reads deferred logits (logits that are computed when first read).
+
+        Among the records, an error of a pass takes precedence over a loss that was not fused. This
+        loss takes precedence over the declined match that would save the most memory.
         """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
@@ -791,7 +798,10 @@ def clear() -> None:
 
 
 def graphs() -> Sequence[GraphReport]:
-    """Return the reports of every graph compiled since the last reset, oldest first.
+    """Return the reports of the graphs compiled since the last `torch._dynamo.reset()`.
+
+    The oldest report comes first. If there were more than 64 graphs, return only the reports of the
+    latest 64.
 
     Each report contains the text of the graph before and after the passes. This text is the same on
     every supported torch version, so a user's test can compare it with a stored text.
@@ -804,7 +814,9 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return one report of all graphs compiled since the last reset.
+    """Return one report of the graphs compiled since the last `torch._dynamo.reset()`.
+
+    If there were more than 64 graphs, the report contains only the latest 64.
 
     Example:
         >>> print(memeff_compile.last_report())  # doctest: +SKIP

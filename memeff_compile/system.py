@@ -1,12 +1,13 @@
 """The interface between the core of this package and its systems (optional parts, such as KV
 caches).
 
-The core is the backend, its passes over losses and attention, deferred logits and the planner. The
-systems are compressed weights, KV caches, ternary linear layers and low-bit attention. A system
-adds passes, ops, and functions that change a model before compilation, such as `compress_`. Each
-folder of `model/` with a file `system.py` defines one `System`, which names everything that the
-system adds. The core calls every system that `systems()` finds, and contains no system's name, so
-the package works without the files of any system.
+The core is the backend, its passes over losses and attention, deferred logits (computed when they
+are first read), and the prediction of memory. The systems are compressed weights, KV caches,
+ternary linear layers and low-bit attention. A system adds passes, ops, and functions that change a
+model before compilation, such as `compress_`. Each folder of `model/` with a file `system.py`
+defines one `System`, which names everything that the system adds. The core calls every system that
+`systems()` finds, and contains no system's name, so the package works without the files of any
+system.
 
 A `System` names its functions as text, `"module:name"`, so that importing the file `system.py`
 loads neither torch nor kernels. `Hooks` lists the functions of a system that the core calls.

@@ -172,9 +172,10 @@ def _value_bits(codes: torch.Tensor, of_values: torch.Tensor, bits: int) -> int:
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
-    """Return the node that decodes a cache (the dense view) if a node's value comes from it.
+    """Return the dense view (the node that decodes a cache) from which `node` gets its value.
 
-    Also return the nodes after the dense view that repeat heads.
+    If there is no dense view, return None. Also return the nodes after the dense view that repeat
+    heads.
     """
     chain: list[Node] = []
     for _ in range(cached.MAX_CHAIN):

@@ -31,9 +31,9 @@ Logits without a loss are also not deferred in these cases:
 
 - the graph itself reads or writes the logits;
 - gradients are off;
-- the linear layer has at most four times as many outputs as inputs (it may then be a layer inside
-  the model);
-- a graph break follows.
+- the linear layer has at most four times as many outputs as inputs (it may then be a hidden layer,
+  not the output projection);
+- the graph ends at a graph break.
 
 If the pass declines to defer logits, the report names the reason.
 """

@@ -172,7 +172,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 
 def _turned_from(node: Node) -> Node | None:
-    """If a node swaps batch and length of another node, return that node, otherwise None."""
+    """If `node` swaps the batch and length axes of its input, return this input, otherwise None."""
     if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]

@@ -17,8 +17,8 @@ projection with a teacher's softmax. The teacher's logits come from another outp
 this graph, or exist already as a tensor. `losses/divergences.py` recognises the different ways to
 write such a divergence. If the graph only masks, scales and sums a divergence's numbers, the fused
 op returns the sum and its gradients. The op then needs four matrix products in all. If the graph
-does anything else with these numbers, the backward pass computes the logits again. The backward
-pass also computes them again for fp16 and inside activation checkpoints.
+does more than mask, scale and sum a divergence's numbers, the backward pass computes the logits
+again. The backward pass also computes them again for fp16 and inside activation checkpoints.
 
 The second kind of match (second example) reads the log-probabilities of k classes per row
 (`losses/classes.py`). A teacher often provides only its k most likely classes. The nodes that
@@ -513,7 +513,11 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return the product of all per-row factors, in fp32 (fp64 for fp64 hidden states)."""
+    """Return one factor per row: the product of all masks of a divergence, or None without masks.
+
+    The factor is zero in rows that a mask sets to zero. The product is in fp32 (fp64 for fp64
+    hidden states).
+    """
     assert hidden is not None
     total = None
     for mask in masks:

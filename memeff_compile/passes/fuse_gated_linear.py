@@ -4,17 +4,17 @@ The backward pass of this op overwrites gate and up with their gradients.
 
     before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
 
-In the backward pass of a gated MLP, Inductor recomputes the product and the gradients of gate and
-up in one kernel. This kernel reads three tensors of size (tokens, intermediate size) and writes
-three, so six such tensors exist at once. At this time, a training step with checkpoints uses the
-most memory. The kernel of memeff::gated_linear writes to the memory of its inputs, so only three
-such tensors exist.
+In the backward pass of a gated MLP, one kernel of Inductor recomputes the product and computes the
+gradients of gate and up. This kernel reads three tensors of size (tokens, intermediate size) and
+writes three, so six such tensors exist at once. At this time, a training step with checkpoints uses
+the most memory. The kernel of memeff::gated_linear writes to the memory of its inputs, so only
+three tensors of this size exist instead of six.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
 recomputed for the backward pass and have no other reader. So memeff::gated_linear may overwrite
 gate and up. Outside of checkpoints, the backward pass reads saved tensors, which
-memeff::gated_linear would have to copy first. So the pass does not rewrite such linear layers. The
-report does not mention them.
+memeff::gated_linear would have to copy first. So the pass does not rewrite linear layers outside of
+checkpoints, and the report does not mention these layers.
 """
 
 from __future__ import annotations

@@ -342,8 +342,10 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the report's text about the fused op's implementation: its name, its measured speed,
-    and the effect of the gradient filter.
+    """Return the report's text about the fused op's implementation: its name and measured speed.
+
+    A gradient filter drops classes with small gradients. If a filter is on, the text also names
+    the filter's bound, or says that the filter drops no classes here.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

@@ -299,7 +299,8 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
     """Return whether `node` is a linear step: a linear function of values in `made`.
 
     `made` contains a linear layer's result and the linear steps that are already known. The
-    backward pass of a linear step does not read these values.
+    backward pass of a linear step does not read the values in `made` from which the step is
+    computed.
     """
     calls = read(node)
     if calls is None or any(call.op not in _STEPS for call in calls):

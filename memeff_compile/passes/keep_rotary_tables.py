@@ -42,8 +42,9 @@ class KeepRotaryTables(GraphPass):
     name = "keep_rotary_tables"
 
     def enabled(self, info: GraphInfo) -> bool:
-        """Return whether the option memeff.rotary_tables is on, and the inner compiler recomputes
-        pointwise values."""
+        """Return whether the option memeff.rotary_tables is on, and Inductor compiles the graph.
+
+        Inductor recomputes pointwise values."""
         return super().enabled(info) and info.options.inner == "inductor"
 
     def find(self, info: GraphInfo) -> Iterable[Tables | Decline]:

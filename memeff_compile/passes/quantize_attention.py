@@ -294,8 +294,9 @@ def _without_gain(
     None.
 
     Attention in low bits is faster if there are more tokens than a measured limit. A limit that the
-    user sets takes precedence. If the number of tokens differs between calls, a guard compares it
-    with the limit. Dynamo then compiles the graph again for a call on the other side of the limit.
+    user sets takes precedence. If the number of tokens is dynamic (can differ between calls of the
+    graph), a guard compares it with the limit. Dynamo then compiles the graph again for a call on
+    the other side of the limit.
     """
     queries, keys = query.shape[2], key.shape[2]
     least = info.options.attention_length

@@ -189,7 +189,7 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     """Return whether the memory of `node` is one of `storages`.
 
-    A copy (of a copy) of a node with such memory counts, too.
+    Also return True if `node` is a direct or indirect copy of a node whose memory is one of them.
     """
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)

@@ -100,8 +100,8 @@ class TernarizeLinear(GraphPass):
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
         """Yield linear layers with a rounded weight or a rounded input.
 
-        Then yield calls of memeff::ternary_linear on packed weights with the same input, if one
-        call can replace them.
+        Then yield calls of memeff::ternary_linear that have packed weights and share an input, if
+        one call can replace them.
         """
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes if may_round(info.gm) else ()):
@@ -194,8 +194,10 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return each linear layer of a combined match as a separate match. A match of op calls has
-        no such parts, because these calls may stay unchanged."""
+        """Return each linear layer of a combined match as a separate match.
+
+        For a match of calls of memeff::ternary_linear, return no separate matches. If the rewrite
+        fails, the calls stay in the graph unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
@@ -326,7 +328,7 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 def _unserved(info: GraphInfo, site: Site) -> Decline | None:
     """Return the reason why memeff::ternary_linear does not support a linear layer, would change
-    its result or would save nothing. Return None if the op supports the layer.
+    its result or would save nothing. Return None if none of these reasons applies.
     """
     kind = kind_among((*(found.source for found in site.both), site.bias))
     if kind:

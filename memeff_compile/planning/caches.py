@@ -121,7 +121,8 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
-            low-bit codes. With 16 bits, a `MiniCache` that merges only values merges no layers.
+            low-bit codes. With 16 bits, `KVCache` refuses `MiniCache(values_only=True)`, and this
+            function counts all layers as separate.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
 
@@ -344,7 +345,8 @@ def _mode(
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
     """Return the bytes of the means and matrices that align the values of two merged layers.
 
-    The bytes are for one sequence. The layers merge only their values, not their keys."""
+    The bytes are for one sequence. The two layers merge only their values and keep separate
+    keys."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 

@@ -80,8 +80,8 @@ class Capture:
     def lengths_in(self, other: Capture) -> Told:
         """Return which sizes in the capture `other` are lengths of sequences.
 
-        These are the length of the call, and longer lengths if the model adds tokens (such as those
-        of an image) to each sequence.
+        These are the sequence length of the call's inputs, and longer lengths if the model adds
+        tokens (such as those of an image) to each sequence.
         """
         told = other.at
         if told.length is None or self.at.length is None:
@@ -337,9 +337,9 @@ def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Value
 def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
     """Return the shape of an input for another batch size and length.
 
-    The batch is the first dimension, or the second one in position ids with three components;
-    images may have several rows per sequence. A dimension of images (channels, width) that happens
-    to equal the length does not count as the length.
+    The batch is the first dimension, or the second one in position ids with three components. For
+    images, the first dimension may be a multiple of the batch size. A dimension of images
+    (channels, width) that happens to equal the length does not count as the length.
     """
     shape = list(tensor.shape)
     batch, length = told.batch or sizes.batch, told.length or sizes.length
@@ -373,7 +373,7 @@ def _parameters(
     """Return the paths of parameters in the model, and the path of the module to whose forward the
     graph belongs.
 
-    After a graph break, Dynamo calls that module `self`.
+    After a graph break, the name of that module in Dynamo's sources is `self`.
     """
     paths, root = [], ""
     for value, source in zip(inputs, sources, strict=True):

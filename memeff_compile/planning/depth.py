@@ -81,10 +81,10 @@ def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Return the properties that all blocks of a kind share: classes, parameters and plain
-    settings.
+    """Return a tuple that is equal for all blocks of one kind.
 
-    The index of a block is not one of these properties.
+    The tuple has the classes of the block's modules, the shapes and dtypes of their parameters, and
+    their attributes that are numbers or strings. The tuple does not contain the block's index.
     """
     parts: list[object] = []
     for path, module in block.named_modules():

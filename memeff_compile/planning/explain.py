@@ -57,15 +57,16 @@ def explain(
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
     included. The function copies the model and does not change it. If gradients are enabled, the
-    plan is for training.
+    step is a training step.
 
     Args:
         model: a module, or any function of tensors.
         *args: arguments of the model; tensors may be on "meta".
-        options: the backend's options, as in `torch.compile(options=...)`. If the option
-            "memeff.weights" is a codec, plans assume that `compress_` compressed the weights.
-        device: the device that the plan is made for: "cuda" or "cpu".
-        gpu: the name of a GPU, such as "rtx4090". The plan is made for this GPU's kernels and
+        options: the backend's options, as in `torch.compile(options=...)`. If "memeff.weights"
+            names a codec (a format of compressed weights), the predicted memory is that of a model
+            which `compress_` has compressed.
+        device: the device for which the memory is predicted: "cuda" or "cpu".
+        gpu: the name of a GPU, such as "rtx4090". The prediction is for this GPU's kernels and
             memory; by default, for the kernels of an H100 or H200.
         progress: whether to show progress on stderr; by default only if stderr is a terminal.
         **kwargs: keyword arguments of the model.
@@ -73,7 +74,7 @@ def explain(
     Raises:
         ExplainError: the model is neither a module nor a function; or its call has no tensor, or
             fails on tensors without memory.
-        OptionError: an option is not valid, or has no effect on a plan.
+        OptionError: an option is not valid, or has no effect on the prediction.
 
     Example:
         >>> print(memeff_compile.explain(model, input_ids=ids, labels=ids))  # doctest: +SKIP
@@ -179,9 +180,13 @@ def _captured(
 ) -> _Captured:
     """Capture a model at the sizes of the call, and again at other sizes.
 
-    The captures show how the sizes of buffers depend on batch size and length. If a size is not
-    proportional to the length, the plan holds only for the call's sizes. For example, a model may
-    round lengths up to whole chunks.
+    The captures show how the sizes of buffers depend on batch size and length. If a size follows no
+    formula in the length, the predicted memory holds only for the call's length. For example, a
+    model may round lengths up to whole chunks. If the predicted memory holds only for the
+    call's length, it holds only for the call's batch size, too, under one of these conditions:
+
+    - a size follows no formula in the batch size either;
+    - the model reads values of the call, such as positions of images.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1

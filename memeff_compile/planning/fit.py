@@ -74,9 +74,9 @@ def _compressed(
 ) -> Iterator[Kind]:
     """For each codec of compressed weights, yield the given setting with weights in this codec.
 
-    `write` contains one letter for each line of user code that applies the setting, such as
-    "c {} S m". `LINES` has the line for each letter. In `write`, the first letter of the codec's
-    name replaces `{}`.
+    `write`, for example "c {} S m", has one letter for each line of user code that applies the
+    setting. `LINES` has the line for each letter. In `write`, the first letter of the codec's name
+    replaces `{}`.
     """
     for codec in coded_folder.ADVISED:
         how = {**setting, "weights": codec}
@@ -347,8 +347,9 @@ def _found(
 ) -> _Found:
     """Capture four forms of the model.
 
-    The first is the unchanged model, the second has checkpoints, and the third has checkpoints that
-    save attention. The fourth has LoRA adapters and checkpoints."""
+    The first is the unchanged model, and the second uses activation checkpointing. The third uses
+    activation checkpointing that keeps the results of attention. The fourth has LoRA adapters and
+    uses activation checkpointing."""
     plain = Options()
 
     def take(options: Options) -> Any:  # a function that captures a model at sizes

@@ -426,8 +426,8 @@ class _Replay:
         before: Owned,
         part_of: _PartOf,
     ) -> None:
-        """Follow a graph kernel by kernel, and record which tensors exist at the moments with the
-        most memory."""
+        """Go through the kernels of a graph in order, and record which tensors exist at the
+        moments when the most memory is in use."""
         found: dict[_Place, list[Owned]] = defaultdict(list)
         best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None

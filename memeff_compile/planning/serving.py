@@ -23,7 +23,7 @@ CODECS = ("dense", *coded_folder.ADVISED)
 
 @dataclass(frozen=True)
 class ServingRow:
-    """One codec of weights, combined with one number of cache bits."""
+    """One codec of weights, combined with one value of the setting `bits` of `KVCache`."""
 
     codec: str  # codec of the weights, or "dense"
     weights: int  # bytes

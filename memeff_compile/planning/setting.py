@@ -97,8 +97,9 @@ class Moment:
 class Footprint:
     """The bytes of the tensors that exist during a step, as formulas in batch size and length.
 
-    The step runs either with or without the passes. From these formulas, `moments` computes the
-    memory that a step needs with a given `Setting`, such as an optimizer."""
+    The step runs either with or without the passes. From these formulas, the function `moments`
+    computes the memory that a step needs with a given `Setting`, for example with a given
+    optimizer."""
 
     facts: Facts  # bytes of weights
     moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length

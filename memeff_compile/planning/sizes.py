@@ -174,7 +174,7 @@ class Scale:
         return bool(rows >= batch * max(length - 1, 1))
 
     def bytes_of(self, value: object) -> Size:
-        """Return the bytes of a tensor, or of every tensor in a tuple."""
+        """Return the number of bytes of a tensor, or of all tensors in a tuple together."""
         found = tensors_in(value)
         return self.of(sum((self.elements(t) * t.element_size() for t in found), sympy.Integer(0)))
 

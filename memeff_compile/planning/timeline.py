@@ -384,7 +384,7 @@ class _Fusion:
         return 2 * line.scale.bytes_of(shared[0]).values[0] >= mine
 
     def _elements(self, node: Node) -> sympy.Expr:
-        """Return the number of elements over which a kernel that contains a given node loops."""
+        """Given a node, return the number of elements over which the loop of its kernel runs."""
         scale, reads = self._line.scale, node.all_input_nodes
         if self._line.kind[node] != "reduction":
             return scale.elements(tensors_in(node.meta["val"])[0])

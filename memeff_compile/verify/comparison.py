@@ -81,8 +81,10 @@ class Verdict:
 
     @property
     def is_of_the_compiler(self) -> bool:
-        """Return whether the rewritten graph agrees with the original graph if the rewritten graph
-        runs without the inner compiler.
+        """Return whether the mismatch comes from the compiler (by default Inductor).
+
+        This is so if the rewritten graph agrees with the original graph when it runs op by op,
+        without the compiler.
         """
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
@@ -225,9 +227,10 @@ class Comparison:
         """Run the original and the rewritten graph, and compare the gradients of one group of
         outputs.
 
-        The groups are outputs with one element, deferred logits, and other outputs. With the first
-        group, the values of all outputs are also compared. The graphs run in the model's dtypes and
-        in float64. Return the names of all groups, each with the indices of its outputs.
+        The groups are outputs with one element, deferred logits (computed when first read), and
+        other outputs. With the first group, the values of all outputs are also compared. The graphs
+        run in the model's dtypes and in float64. Return the names of all groups, each with the
+        indices of its outputs.
         """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
@@ -288,8 +291,8 @@ class Comparison:
         return plain.groups
 
     def _op_by_op(self, plan: Sequence[DeferredOutput], *, wide: bool = False) -> Compiled:
-        """Return the rewritten graph as a function that runs op by op, without the inner
-        compiler."""
+        """Return the rewritten graph as a function that runs op by op, without the compiler (by
+        default Inductor)."""
         return attach(partial(_run, self.rewritten, wide=wide), plan, clone_hidden=False)
 
     @staticmethod
@@ -335,7 +338,7 @@ class Comparison:
         """Return the arguments for a run, and the leaf tensors that get gradients in this run.
 
         Tensors are copied, except parameters that no graph writes to and whose dtype does not
-        change. The second list has None for an argument without a gradient."""
+        change. The list of leaf tensors has None for each argument that gets no gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):
@@ -410,8 +413,8 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op, without the inner compiler. After a mismatch, this function runs the
-    original graph in place of the compiled one."""
+    """Run a graph op by op, without a compiler such as Inductor. After a mismatch, this function
+    runs the original graph in place of the compiled one."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 

@@ -1,9 +1,9 @@
 """Copy captured graphs so that they run op by op, either unchanged or in float64.
 
 `memeff.verify` compares the rewritten graph with the original one. Both graphs are copied before
-the inner compiler gets them. The copies run with PyTorch's operations, in the model's arithmetic or
-with every floating-point value in float64. In float64, rounding is negligible, and two equivalent
-graphs agree to many digits.
+the backend passes the rewritten graph to the compiler (by default Inductor). The copies run with
+PyTorch's operations, in the model's arithmetic or with every floating-point value in float64. In
+float64, rounding is negligible, and two equivalent graphs agree to many digits.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class _OpByOp(Interpreter):
         return pytree.tree_map_only(Tensor, widen, result)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call; if the call is a checkpoint, run the checkpoint's body under a checkpoint as
-        well.
+        """Run a call. For an activation checkpoint, run the checkpointed graph op by op, under
+        `torch.utils.checkpoint`.
         """
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":

@@ -1,7 +1,7 @@
-"""Write a Python program that reproduces a mismatch of `memeff.verify`.
+"""Write a Python program that reproduces a difference between the original and the rewritten graph.
 
-The program has the source of the original and of the rewritten graph, and the inputs for which
-their results differ."""
+The option `memeff.verify` found this difference. The program has the source of both graphs, and the
+inputs for which their results differ."""
 
 from __future__ import annotations
 

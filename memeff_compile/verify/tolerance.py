@@ -89,8 +89,9 @@ def value_gap(
 ) -> Gap:
     """Compare a value of the rewritten graph with the same value of the original graph.
 
-    The value is an output, or an input to which the graph wrote. If `truth` has a wider dtype
-    than `found`, `own` is the value that the original graph computes in the dtype of `found`.
+    The rewritten graph's value is `found`, and the original graph's value is `truth`. The value is
+    an output, or an input to which the graph wrote. If `truth` has a wider dtype than `found`,
+    `own` is the value that the original graph computes in the dtype of `found`.
     """
     words = _different_kind(found, truth)
     if words:
@@ -113,11 +114,12 @@ def gradient_gaps(
     tolerance: Tolerance,
     own: Sequence[Tensor | None] | None = None,
 ) -> list[Gap]:
-    """Compare the gradients of one backward pass, one per input, in the same way as `value_gap`.
+    """Compare each input's gradient in the rewritten graph with that in the original graph.
 
-    A difference is divided by the norm of the original graph's gradient. If this gradient is far
-    smaller than the others, the difference is divided by a thousandth of the gradients' typical
-    norm instead. A missing gradient counts as zero.
+    `found`, `truth` and `own` have the same meaning as in `value_gap`. The gradients of each graph
+    are from one backward pass. A difference is divided by the norm of the original graph's
+    gradient. If this gradient is far smaller than the others, the difference is divided by a
+    thousandth of the gradients' typical norm instead. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -197,8 +199,9 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the gap (the relative difference, and the allowed relative difference), computed
-        from the norms in this object and divided by `scale`.
+        """Return the difference and the allowed difference, both divided by `scale`.
+
+        The differences are computed from the norms in this object.
         """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale

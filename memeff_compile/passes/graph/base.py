@@ -24,7 +24,9 @@ from .graph_info import GraphInfo, node_name
 
 @dataclass(frozen=True)
 class Decline:
-    """The reason why a pass declined a match: a code, a sentence, a remedy, and the node.
+    """The reason why a pass declined a match: a code, a sentence and a remedy.
+
+    `node` is the node whose location the report shows.
 
     The report merges equal declines into one record, whose field `sites` is their number.
     """
@@ -126,7 +128,7 @@ class GraphPass(ABC):
         return None
 
     def places(self, match: Any) -> Sequence[Node]:
-        """Return the nodes that stand for a match.
+        """Return the nodes whose modules count as the modules of a match.
 
         If `memeff.skip` names the module of one of these nodes, the match is skipped.
         """
@@ -140,7 +142,8 @@ class GraphPass(ABC):
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
         """Edit the graph for one match.
 
-        If an edit would change a value that another node sees, the editor raises EditRefused.
+        If an edit would change a property (such as the dtype) of a value that nodes outside of the
+        match read, the editor raises EditRefused.
         """
 
     def dead(self, match: Any) -> Sequence[Node]:

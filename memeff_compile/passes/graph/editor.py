@@ -24,9 +24,11 @@ from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
-    """The error for an edit that would change a value which another node or the caller can see.
+    """The error for an edit that would change a property (such as the dtype) of a value.
 
-    All edits of the same match are then undone.
+    Nodes outside of the match, or the code that calls the graph, could see this change. The error
+    is also raised for an edit that the editor cannot make, for example if no node computes a size.
+    In all cases, the edits of the current match are undone.
     """
 
 
@@ -216,7 +218,7 @@ class Editor:
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
         """Make only `users` read `new` instead of `old`; raise EditRefused if the two nodes'
-        values differ."""
+        values differ in a property, such as the dtype."""
         difference = describe_difference(compat.example_value(old), compat.example_value(new))
         if difference:
             raise EditRefused(f"{old.name} would change {difference}")
@@ -244,8 +246,8 @@ class Editor:
     def commit(self, dead: Sequence[Node]) -> None:
         """Check the edited nodes, then permanently erase those nodes of `dead` that are unused.
 
-        This check may raise EditRefused. The whole graph is checked by FX's lint once, after all
-        passes.
+        If an operand does not come before the node that reads it, raise RuntimeError. The whole
+        graph is checked by FX's lint once, after all passes.
         """
         order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
         assert all(node.graph is self.graph for node in order), "a dead node of another graph"

@@ -188,8 +188,9 @@ class GraphInfo:
 
     @cached_property
     def needs_grad(self) -> bool:
-        """Return whether a backward pass may follow, because gradients are enabled and an output
-        requires a gradient."""
+        """Return whether gradients are enabled and an input of the graph requires a gradient.
+
+        A backward pass may then follow."""
         values = map(self.tensor, self.placeholders)
         return self.region.grad and any(v is not None and v.requires_grad for v in values)
 
@@ -546,8 +547,9 @@ def levels_of(gm: GraphModule) -> list[GraphModule]:
 
 
 def kind_among(nodes: Iterable[Node | None]) -> str:
-    """Return the type of the first operand that is a tensor subclass, or an empty string if there
-    is none."""
+    """Return the type of the first of `nodes` whose value is a tensor subclass.
+
+    If there is no such node, return an empty string."""
     values = (compat.example_value(node) for node in nodes if node is not None)
     odd = (v for v in values if isinstance(v, torch.Tensor) and not compat.is_fake(v))
     return next((type(value).__name__ for value in odd), "")

@@ -6,9 +6,9 @@ product of a block saves its operands before it runs. So the recomputation stops
 and does not compute it again. A compiled block saves its tensors after all of its operations. So
 the backward pass computes the last product a second time although no code reads the result.
 
-For this reason, the graph of such a block is split before its last product. The product and the
-additions, views and casts after it run op by op. The product calls the same matrix library as in
-compiled code.
+For this reason, the graph of a compiled block in an activation checkpoint is split before the
+block's last product. The product and the additions, views and casts after it run op by op. The
+product calls the same matrix library as in compiled code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Run the passes over a captured graph; each pass finds, checks, rewrites, verifies and records its
 matches.
 
-A pass rewrites a match completely or not at all. If an edit would change a value that another node
-or the caller sees, all edits of the match are undone. If a built-in pass raises an error, only the
-current match is undone and reported; the other matches are rewritten.
+A pass rewrites a match completely or not at all. If an edit would change a property (such as the
+dtype) of a value, all edits of the match are undone. Nodes outside of the match, or the code that
+calls the graph, could see this change. If a built-in pass raises an error, only the current match
+is undone and reported; the other matches are rewritten.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return a pass's notes on a whole graph, in addition to the records of its matches."""
+    """Return a pass's notes on a whole graph as records, without the records of its matches."""
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 

@@ -76,10 +76,9 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
-    """Check the tails of an output projection whose logits are split over ranks.
+    """Check the losses and other results (tails) of logits that are split over ranks.
 
-    A tail is a loss, or another value that the graph computes from the logits. Return a Decline if
-    the fused op cannot compute one of the tails from split logits.
+    Return a Decline if the fused op cannot compute one of the tails from split logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""

@@ -41,8 +41,9 @@ def is_chunked(tail: Tail) -> bool:
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
     """Describe a call of PyTorch's chunked op as an output projection followed by a loss.
 
-    In the returned Tail, the projection and the loss have the same node, which has the op's loss.
-    If the pass does not support the call, return a Decline.
+    In the returned Tail (the description of the loss), the same node stands for the projection and
+    for the loss. The value of this node is the op's loss. If the pass does not support the call,
+    return a Decline.
     """
     call = read_one(node)
     if call is None:

@@ -1,12 +1,12 @@
 """Recognize divergences between the softmaxes of two logits tensors, independently of how the code
 writes their sums.
 
-A loss sums one term per class. The module describes this term as a polynomial in probabilities and
-log-probabilities of student and teacher, and in logarithms of a mixture of both. The fused op
-supports six terms, such as q log p for a student's probability p and a teacher's probability q.
-`Coefficients` contains the polynomial's factor for each of these terms. The factors can describe
-`kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies with a
-teacher's probabilities.
+A loss sums one number per class. The module describes this number as a polynomial. Its variables
+are the student's probability p, the teacher's probability q, log p, log q, and log m. Here, m is a
+mixture of p and q. The fused op supports six products of these variables, such as q log p.
+`Coefficients` contains the polynomial's factor for each of the six products. The factors can
+describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies
+with a teacher's probabilities.
 """
 
 from __future__ import annotations
@@ -570,9 +570,9 @@ class DivergenceReader:
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
         """Include another sum over the same two logits tensors in this divergence.
 
-        `node` has the divergence's numbers, one per row. `call` must add the other sum to `node`,
-        or subtract one of the two from the other. The divergence then contains the nodes of both
-        sums. Return whether the other sum was included.
+        `node` has the divergence's numbers, one per row. `call` must be an addition or a
+        subtraction, in either order, of `node` and a second sum. The divergence then contains the
+        nodes of both sums. Return whether the second sum was included.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -717,7 +717,10 @@ def kl_arguments(node: Node) -> dict[str, Any] | None:
 
 
 def constant(node: Any, depth: int = 0) -> float | None:
-    """Return a number, or the value of a scalar tensor that the graph makes from constants."""
+    """Return the value of `node` if it is a number, or a scalar tensor made from constants.
+
+    Otherwise, return None.
+    """
     number = compat.known_number(node)
     if number is not None and not isinstance(node, Node):
         return float(number) if math.isfinite(number) else None

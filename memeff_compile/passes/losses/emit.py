@@ -4,8 +4,8 @@ Also insert the few ATen nodes that compute each loss from the call's results.
 
 Losses and other results of the logits (tails) may share one call of the fused op. These tails must
 have equal rows (tokens), scale, softcap, bias and targets. Reductions, class weights, label
-smoothing and casts remain ATen nodes that operate on one number per row. The inner compiler fuses
-these nodes.
+smoothing and casts remain ATen nodes that operate on one number per row. Inductor (the
+default compiler of the rewritten graph) fuses these nodes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     - the same rows, but a tail without targets may use only some of the group's rows;
     - inputs that are all computed before the group's first tail, or can be computed again there.
 
-    Groups without targets that use different ranges of the rows may become one group.
+    Groups whose tails have no targets and use different ranges of the rows may become one group.
     """
     groups: list[list[Tail]] = []
     # Targets first; statistics join them or each other, those over more rows first.
@@ -74,8 +74,9 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
     """Combine tails (losses and other results of the logits) that use different ranges of the rows.
 
-    Such ranges are chunks, for example. One call of the fused op then computes the results per row
-    of all ranges. The ranges are not combined if together they have less than half of the rows.
+    Such ranges are, for example, chunks into which the user's code splits the rows. One call of the
+    fused op then computes the results per row of all ranges. The ranges are not combined if
+    together they have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -139,12 +140,12 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes to compute again if the fused op's call runs before the group's first tail.
+    """Return the nodes that the graph must compute again before the call of the fused op.
 
-    A tail is a loss or another result of the logits. The nodes compute targets, for example labels
-    that the graph shifts after it has computed a z-loss. They are integer views and copies of
-    inputs, so computing them again is cheap. If computing these nodes again could give other
-    values, return None.
+    The call comes before the group's first tail (a loss or another result of the logits). The nodes
+    to compute again are targets or class weights, for example labels that the graph shifts after it
+    has computed a z-loss. Usually, they are views and copies of integer inputs, so computing them
+    again is cheap. If computing these nodes again could give other values, return None.
     """
     first, _ = _place(info, group)
     again: list[Node] = []
@@ -178,8 +179,8 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     them, or None.
 
     The node comes before the group's last tail (a loss or another result of the logits). In the
-    original graph, a tail after this write reads the changed values. The fused op would read the
-    old values.
+    original graph, a tail after the node that writes reads the changed values. The fused op would
+    read the old values.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -190,9 +191,9 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
     """Return the node before which the fused op is inserted, and the op's region.
 
     The region describes the autograd, autocast and inference modes in which the op runs. Usually
-    the node computes the group's first loss or other result of the logits. The first result may be
-    a metric without a gradient, while another result needs gradients. Then the op is inserted
-    before the node that disabled gradients.
+    the op is inserted before the node that computes the group's first loss or other result of the
+    logits. The first result may be a metric without a gradient, while another result needs
+    gradients. Then the op is inserted before the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -500,8 +501,10 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the fused op's per-row results, for the rows that the current tail (a loss
-        or another result of the logits) uses."""
+        """Return one of the fused op's per-row results.
+
+        The result is detached if no gradient flows back through the tail (a loss or another result
+        of the logits) that the method `result` is inserting."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:

@@ -132,9 +132,10 @@ class Step:
     - `to`, `mul`, `div`, `tanh`, `bias` and `factor`: pointwise, with the operand
       `value`.
 
-    If `value` is a number that the user passed (a symbol under `dynamic=True`), a guard on
-    `symbol` makes Dynamo recompile if this number changes. `reading` contains the ATen calls of the
-    node that move rows. If another call of the node slices the classes, `whole` contains all calls.
+    With `dynamic=True`, `value` may be a number that the user passes to the compiled function. The
+    field `symbol` is then the graph's node for this number. A guard on this node makes Dynamo
+    recompile if the number changes. `reading` contains the ATen calls of the node that move rows.
+    If another call of the node slices the classes, `whole` contains all calls.
     """
 
     node: Node
@@ -298,7 +299,8 @@ class HeadReader:
         """If a weight is computed from a graph input that is no parameter or buffer, return this
         input. The product (for example of two encoders' outputs) is then no output projection.
 
-        Otherwise, or if the weight is an input itself, return None.
+        If the weight is computed only from parameters and buffers, or is a graph input itself,
+        return None.
         """
         for node in self._sources(head.weight):
             value = self.info.tensor(node)
@@ -308,8 +310,10 @@ class HeadReader:
         return None
 
     def masks_parameter(self, head: Head) -> bool:
-        """Return whether a weight, such as a masked parameter, is computed from a trained input of
-        the same shape."""
+        """Return whether a weight is computed from a graph input that requires a gradient and has
+        the same shape.
+
+        A masked parameter, for example, is such a weight."""
         weight = self.info.value(head.weight)
         values = [self.info.tensor(node) for node in self._sources(head.weight)]
         trained = [value for value in values if value is not None and value.requires_grad]
@@ -728,8 +732,8 @@ class HeadReader:
         return False
 
     def _vector_source(self, node: Node) -> Node:
-        """Follow a vector back through views and copies that preserve its values; return the node
-        from which they come."""
+        """Follow a vector back through views and copies that preserve its values; return the
+        earliest node that has these values."""
         while (call := call_of(node, *_VECTOR_VIEWS)) is not None:
             before, dtype = self.info.tensor(call.args["self"]), self.info.value(node).dtype
             if before is None or before.dtype != dtype or not _is_vector(before):
@@ -916,7 +920,7 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """Return the kind of a call that keeps all classes, as in `Step.kind`.
+    """If a call keeps all classes, return its kind (a value of `Step.kind`).
 
     This kind is `same`, `reshape`, `rows`, `move` or `detach`. For any other call, return None.
     """

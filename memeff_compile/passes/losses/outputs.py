@@ -1,6 +1,7 @@
-"""Decide which logits among a graph's outputs can be deferred, and plan their replacement.
+"""Decide which logits among a graph's outputs can be deferred (computed when they are first read),
+and plan their replacement.
 
-Deferred logits are computed when they are first read. Two passes use this module:
+Two passes use this module:
 
 - the pass that fuses the loss, for logits that the model returns with the loss;
 - `defer_logits`, for logits of a training graph without a loss.
@@ -108,8 +109,9 @@ def is_unused(info: GraphInfo, match: Returned) -> bool:
 
 
 def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
-    """Return the reason why returned logits without a loss in the graph cannot be deferred, or
-    None."""
+    """Return the reason why returned logits cannot be deferred (computed when first read), or None.
+
+    The graph contains no loss of these logits."""
     hint = "compute the loss inside the compiled function (pass labels=)"
     alone = _not_deferrable(match.head, _why_no_loss(info, match), hint)
     return alone or check(info, match.outputs, hint)
@@ -166,8 +168,9 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
     """Return the reason why graph outputs that return logits cannot be deferred or removed.
 
-    Deferred logits are computed only when they are first read. If there is no reason, return None.
-    `way_out` is the remedy that the report names if no loss in the graph reads the logits.
+    Deferred logits are computed only when they are first read. If the outputs can be deferred or
+    removed, return None. `way_out` is the remedy that the report names if no loss in the graph
+    reads the logits.
     """
     if not outputs:
         return None
@@ -232,7 +235,7 @@ def _adapters(info: GraphInfo, head: Head) -> list[tuple[Node, Node, Adapter]] |
     """Return the LoRA matrices of an output projection, and the steps that apply each adapter.
 
     The steps compute each adapter's product bit for bit as in the model. If logits with these
-    adapters cannot be deferred, return the reason.
+    adapters cannot be deferred (computed when first read), return the reason.
     """
     said = "the adapter of the head does not add a number times B(A(hidden states)) to them"
     said += ", for example because of a dropout before A"
@@ -307,8 +310,8 @@ class _Layout:
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
     """Return the memory layout of the given outputs, if deferred logits can have the same layout.
 
-    Deferred logits are computed only when they are first read. If they cannot have this layout,
-    return the reason.
+    Deferred logits are computed only when they are first read. If they cannot have the memory
+    layout of the given outputs, return the reason.
     """
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)

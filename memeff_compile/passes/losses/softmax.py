@@ -307,7 +307,8 @@ class SoftmaxReader:
     def _same_values(self, node: Node) -> Node | None:
         """Return x if a node has the same values as x.
 
-        Such a node is `x.clamp(min=finfo.min)`, or broadcasts x to the shape of x.
+        Such a node is `x.clamp(min=finfo.min)`, or a broadcast of x to the shape that x already
+        has.
         """
         operand = broadcast_operand(node)
         if operand is not None:

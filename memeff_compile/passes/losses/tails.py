@@ -145,7 +145,7 @@ def unread(node: Node) -> list[Node]:
     """Return a node and all nodes that depend on it, if all of these nodes can be deleted.
 
     Return an empty list if the output of the graph depends on the node. Also return an empty list
-    if one of these nodes has side effects, or calls an op that this package does not recognize.
+    if the node, or one that depends on it, has side effects or calls an unknown op.
     """
     found, queue = dict[Node, None](), [node]
     while queue:

@@ -77,7 +77,7 @@ def _ends(info: GraphInfo, product: Node, judged: Collection[Node]) -> list[Node
 
     Return None in these cases:
 
-    - another matrix product uses the result, unless this product is a weighted sum over the
+    - another matrix product uses the result, unless that other product is a weighted sum over the
       classes;
     - a pass has already reported on a node that uses the result (such nodes are in `judged`);
     - the result has too many users to follow.
@@ -175,8 +175,8 @@ def _before(node: Node) -> set[Node]:
 
 
 def _own_function(info: GraphInfo, node: Node) -> Decline | None:
-    """Return a Decline for a user's autograd function that takes hidden states and an output
-    projection's weight."""
+    """Return a Decline for a custom `torch.autograd.Function` that takes hidden states and an
+    output projection's weight."""
     if node_name(node) != "autograd_function_apply":
         return None
     values = [value for value in map(info.tensor, node.all_input_nodes) if value is not None]

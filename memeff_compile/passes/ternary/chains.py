@@ -505,7 +505,7 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
 def _require_one_dtype(*nodes: Node) -> None:
     """Raise an error unless all quantising nodes compute in one dtype.
 
-    Under autocast, the dtypes may differ, because autocast runs some of these nodes in float32."""
+    Autocast can cause this error, because autocast runs some of these nodes in float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
     if len(dtypes) != 1:
         names = " and ".join(sorted(map(short, dtypes)))
@@ -547,7 +547,7 @@ def _tensors(call: Call) -> tuple[Node, Node]:
 
 
 def both(call: Call | None) -> Iterator[tuple[Node, Node]]:
-    """Yield the operands of a product, or of a plain sum, in both orders."""
+    """Yield the operands of a product, or of a sum without a factor (`alpha`), in both orders."""
     given = {} if call is None or call.args.get("alpha", 1) != 1 else call.args
     left, right = given.get("self"), given.get("other")
     if isinstance(left, Node) and isinstance(right, Node):

@@ -50,8 +50,8 @@ def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
     """Recognize a node that selects the last or the smallest value along the last axis, with
     keepdim.
 
-    Return the tensor from which the node selects, and whether this tensor must be sorted, because
-    the node selects the last value.
+    Return the tensor from which the node selects, and whether the node selects the last value. The
+    last value is the smallest one only if the tensor is sorted.
     """
     call = read_one(node)
     if call is None:
