@@ -254,10 +254,10 @@ REMEDIES = [
     Remedy(
         "head_scaled",
         lambda m, h, y: loss_of(
-            torch.addmm(m.vector, h.view(-1, D), m.head.weight.t(), alpha=2.0), y
+            torch.addmm(m.vector, h.view(-1, D), m.head.weight.t(), alpha=2.0, beta=0.5), y
         ),
-        "scale its result",
-        lambda m, h, y: loss_of(2.0 * (h.view(-1, D) @ m.head.weight.t()) + m.vector, y),
+        "write the sum without addmm",
+        lambda m, h, y: loss_of(2.0 * (h.view(-1, D) @ m.head.weight.t()) + 0.5 * m.vector, y),
     ),
     Remedy(
         "scale_not_constant",

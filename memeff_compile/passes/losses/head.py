@@ -372,7 +372,7 @@ class HeadReader:
         if call.op is aten.addmm.default:
             if a["beta"] != 1 or a["alpha"] != 1:
                 said = "addmm with beta or alpha other than 1"
-                hint = "scale its result: alpha * (hidden @ weight.T) + bias"
+                hint = "write the sum without addmm: alpha * (hidden @ weight.T) + beta * bias"
                 return Decline("head_scaled", said, hint, node)
             return self._product_head(node, a["mat1"], a["mat2"], a["self"])
         if call.op is aten.einsum.default:
