@@ -13,8 +13,8 @@ Several calls with the same addresses, sizes and numbers run as follows:
 - the third call and all later calls replay this graph.
 
 After a call has run on static buffers, calls with other addresses can skip the first two stages.
-Their sizes and numbers must be the same. Such a call is recorded immediately if earlier recordings
-were replayed often enough.
+These calls must have the same sizes and Python numbers as the earlier call. Such a call is recorded
+immediately if earlier recordings were replayed often enough.
 """
 
 from __future__ import annotations

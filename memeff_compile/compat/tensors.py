@@ -110,9 +110,10 @@ def make_without_memory(
     to its `.data`. The tensor that this function creates has the dispatch keys and the storage of
     the meta device. The tensor's attribute `device` names the given device.
 
-    `ABOUT_MEMORY` maps ops that query a tensor's device or memory to functions. The subclass's
-    `__torch_dispatch__` must answer these ops with these functions. The subclass must also have a
-    property `device`, and a method `refuse_memory` that raises an error.
+    The keys of the dict `ABOUT_MEMORY` are ops that query a tensor's device or memory, and its
+    values are functions. The subclass's `__torch_dispatch__` must answer each of these ops by
+    calling the op's function. The subclass must also have a property `device`, and a method
+    `refuse_memory` that raises an error.
     """
     made = torch.Tensor._make_wrapper_subclass(
         cls,

@@ -523,10 +523,10 @@ def _gradient_filter_list_kernel(
     """Write two lists of the tiles of classes that the filter keeps for groups of rows, one list
     for each of two matrix products.
 
-    The product with the weight needs all tiles that the filter keeps for a group of rows next to
-    each other. The product with the hidden states needs, for each tile of classes, the groups of
-    rows for which the filter keeps the tile. The kernels process the tiles of classes in several
-    passes. A program lists, for one pass, the tiles of one group of rows.
+    In the list for the product with the weight, all tiles that the filter keeps for the same group
+    of rows are adjacent. The product with the hidden states needs, for each tile of classes, the
+    groups of rows for which the filter keeps the tile. The kernels process the tiles of classes in
+    several passes. A program lists, for one pass, the tiles of one group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)

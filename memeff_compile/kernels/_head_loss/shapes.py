@@ -37,8 +37,10 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The properties of a loss implementation's tiles on which the kernel that copies rows of
-    hidden states depends."""
+    """The tile properties of a loss implementation that `copy_rows` reads.
+
+    `copy_rows` launches the kernel that copies rows of hidden states.
+    """
 
     @property
     def rows(self) -> int:

@@ -14,10 +14,10 @@ first.
 With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `ranges.find` made.
 The table contains the tiles that each tile of queries visits, and the first and the last visible
 key of each query. If all keys between them are visible, the kernel compares positions with these
-two numbers. Otherwise the kernel compares joint ids, which are in the table too. The joint ids of a
-query and a key are equal if neither the mask of keys nor the sequence ids hide the key. Hidden
-values may be nan or infinite. If they are, the kernel replaces them by zeros in tiles in which the
-mask may hide a key.
+two numbers. Otherwise the kernel compares two other numbers of the table, one of the query and one
+of the key. These two numbers, called joint ids, are equal if neither the mask of keys nor the
+sequence ids hide the key. Hidden values may be nan or infinite. If they are, the kernel replaces
+them by zeros in tiles in which the mask may hide a key.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 def _sequence_of(
     ranges_ptr, batches, batch, tiles, others, OURS: gl.constexpr, OTHERS: gl.constexpr
 ):
-    """Return two pointers into the result of `ranges.find`: to the numbers of a sequence's
-    positions, and to the flags of all sequences.
+    """Return two pointers into the result of `ranges.find`. The first points to the numbers that
+    describe the positions of one sequence, the second to the flags of all sequences.
 
     A flag tells whether hidden keys or values of a sequence and key head are nan or infinite.
     `others` is the number of visited positions of a sequence.
@@ -140,12 +140,12 @@ def _sequence_of(
 
 @gluon.jit
 def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexpr):
-    """Return three numbers for each position of a tile: the first and the last position that it
-    sees, and its joint id.
+    """Return three numbers for each position of a tile.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. Also return whether a position of the tile sees others with gaps between them, and
-    a pointer to the joint ids of the visited positions.
+    The first two numbers are the first and the last position that the position of the tile sees.
+    The third number is its joint id. The joint ids of a query and a key are equal if neither the
+    mask of keys nor the sequence ids hide the key. Also return whether a position of the tile sees
+    others with gaps between them, and a pointer to the joint ids of the visited positions.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)
@@ -198,8 +198,10 @@ def _which_count(query, key, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _is_within(ours, other):
-    """For each position of the program's own tile, return which positions of a visited tile lie
-    between the first and the last position that it sees.
+    """Return which positions of a visited tile are in the visible range of each position of the
+    program's own tile.
+
+    A position's visible range extends from the first to the last position that this position sees.
     """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)

@@ -62,7 +62,8 @@ def find(
     - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
       an infinity at a hidden key, and otherwise 0.
 
-    If a position sees no visited position, the first position is above the last one.
+    For a position that sees no visited position, the result contains a first position that is
+    larger than the last position.
     """
     from . import ranges_kernels as kernels
 

@@ -12,13 +12,13 @@ most half of a tile, two groups of tokens share the tile (HALVES). The first hal
 the queries for one group, the second half has the queries for the next group. A matrix product
 multiplies the codes of one group by all columns, and the kernel uses only this group's half of the
 result. At the end, each half of the columns is a partial result of its own. Codes are not decoded.
-The query is multiplied by the keys' scales, and the softmax weight by the values' scales. Once per
-step, the kernel sums the query times the keys' zero points over the channels, and adds this sum to
-the scores. The zero points of values are multiplied by the softmax weights. For each token's place
-in a group, a program sums these products, and the softmax weights, in registers. Only at the end
-does the program add up the sums of all places. So a step has only two reductions across threads:
-the sum of the query times the keys' zero points, and the maximum of the scores. The sums run in a
-fixed order.
+The query is multiplied by the keys' scales, and the softmax weight by the values' scales. For each
+group of codes, the kernel sums the query times the keys' zero points over the channels, and adds
+this sum to the scores. The zero points of values are multiplied by the softmax weights. In
+registers, a program sums these products over its groups, separately for each place in a group. It
+sums the softmax weights in the same way. Only at the end does the program add up the sums of all
+places. So a step has only two kinds of reductions across threads: the sum of the query times the
+keys' zero points, and the maximum of the scores. The sums run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and

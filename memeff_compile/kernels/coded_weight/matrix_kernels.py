@@ -297,9 +297,9 @@ def _later_patches(
 
     This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
     patches at a time. In each round, it loads the list indices at which the patches of each chunk
-    end. One function instead of both `patched` and this one took more registers. That one function
-    made products of 16 tokens with weights of 0 mantissa bits slower
-    (docs/history/compressed-weights.md).
+    end. An earlier version had a single function in place of `patched` and `_later_patches`, and
+    used more registers. That version made products of 16 tokens with weights of 0 mantissa bits
+    slower (docs/history/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
