@@ -57,7 +57,7 @@ def explain(
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
     included. The function copies the model and does not change it. If gradients are enabled, the
-    step is a training step.
+    function predicts the memory of a training step.
 
     Args:
         model: a module, or any function of tensors.
@@ -186,7 +186,7 @@ def _captured(
     call's length, it holds only for the call's batch size, too, under one of these conditions:
 
     - a size follows no formula in the batch size either;
-    - the model reads values of the call, such as positions of images.
+    - the model uses the values in a tensor as numbers or sizes, for example positions of images.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
