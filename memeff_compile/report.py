@@ -814,7 +814,7 @@ def graphs() -> Sequence[GraphReport]:
 
 
 def last_report() -> Report:
-    """Return one report of the graphs compiled since the last `torch._dynamo.reset()`.
+    """Return a single report about the graphs compiled since the last `torch._dynamo.reset()`.
 
     If there were more than 64 graphs, the report contains only the latest 64.
 

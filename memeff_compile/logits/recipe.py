@@ -101,8 +101,8 @@ class LogitsRecipe:
 
     - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
     - ("bias", None), which adds the first tensor of `vectors` that no earlier step has used.
-      `vectors` is an argument of the method `logits`. If adding this tensor changes the dtype of
-      the logits, the step is ("bias", new dtype) instead.
+      `vectors` is an argument of the method `logits`. If adding the bias changes the dtype of the
+      logits, the step is ("bias", new dtype) instead of ("bias", None).
     - ("adapter", Adapter), which adds a LoRA adapter's product. The next two unused tensors of
       `vectors` are the adapter's matrices A and B. Adapters come before all other steps.
     - ("classes", (start, stop, count)), which selects the classes from `start` up to, not

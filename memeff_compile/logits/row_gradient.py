@@ -313,9 +313,8 @@ def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None
     - one of the gradients is dense;
     - the two gradients together contain at least as many rows as a dense gradient.
 
-    If one of the gradients contains `FusedRows`, the result is a `RowGradient`. This is also the
-    case if the other gradient is dense, or if both together contain at least as many rows as a
-    dense gradient."""
+    If one of the gradients contains `FusedRows`, the result is a `RowGradient`. Neither a dense
+    second gradient nor a large number of rows changes the type of this result."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:

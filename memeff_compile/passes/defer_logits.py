@@ -33,7 +33,7 @@ Logits without a loss are also not deferred in these cases:
 - gradients are off;
 - the linear layer has at most four times as many outputs as inputs (it may then be a hidden layer,
   not the output projection);
-- the graph ends at a graph break.
+- a graph break follows the graph, so the code after the break gets ordinary logits.
 
 If the pass declines to defer logits, the report names the reason.
 """

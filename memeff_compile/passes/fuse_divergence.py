@@ -515,7 +515,7 @@ def _row_weight(
 ) -> Node | None:
     """Return one factor per row: the product of all masks of a divergence, or None without masks.
 
-    The factor is zero in rows that a mask sets to zero. The product is in fp32 (fp64 for fp64
+    The factor is zero in rows that a mask sets to zero. The factors are fp32 numbers (fp64 for fp64
     hidden states).
     """
     assert hidden is not None

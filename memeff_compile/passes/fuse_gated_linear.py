@@ -7,8 +7,8 @@ The backward pass of this op overwrites gate and up with their gradients.
 In the backward pass of a gated MLP, one kernel of Inductor recomputes the product and computes the
 gradients of gate and up. This kernel reads three tensors of size (tokens, intermediate size) and
 writes three, so six such tensors exist at once. At this time, a training step with checkpoints uses
-the most memory. The kernel of memeff::gated_linear writes to the memory of its inputs, so only
-three tensors of this size exist instead of six.
+the most memory. The kernel of memeff::gated_linear writes to the memory of its inputs. So only
+three tensors of size (tokens, intermediate size) exist at once, instead of six.
 
 The pass changes only graphs inside activation checkpoints. In a checkpoint, gate and up are
 recomputed for the backward pass and have no other reader. So memeff::gated_linear may overwrite

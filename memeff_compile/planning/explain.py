@@ -57,7 +57,7 @@ def explain(
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
     included. The function copies the model and does not change it. If gradients are enabled, the
-    step is a training step.
+    function predicts the memory of a training step.
 
     Args:
         model: a module, or any function of tensors.
@@ -182,11 +182,12 @@ def _captured(
 
     The captures show how the sizes of buffers depend on batch size and length. If a size follows no
     formula in the length, the predicted memory holds only for the call's length. For example, a
-    model may round lengths up to whole chunks. If the predicted memory holds only for the
-    call's length, it holds only for the call's batch size, too, under one of these conditions:
+    model may round lengths up to whole chunks.
 
-    - a size follows no formula in the batch size either;
-    - the model reads values of the call, such as positions of images.
+    A prediction that holds only for the call's length may also hold only for the call's batch size.
+    The prediction holds only for the call's batch size if a size follows no formula in the batch
+    size either. The prediction also holds only for this batch size if the model uses values of a
+    tensor as numbers or sizes, such as positions of images.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1

@@ -83,8 +83,8 @@ class Verdict:
     def is_of_the_compiler(self) -> bool:
         """Return whether the mismatch comes from the compiler (by default Inductor).
 
-        This is so if the rewritten graph agrees with the original graph when it runs op by op,
-        without the compiler.
+        This is so if the rewritten graph agrees with the original graph when the rewritten graph
+        runs op by op, without the compiler.
         """
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 

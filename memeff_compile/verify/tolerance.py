@@ -199,9 +199,10 @@ class _Norms:
         return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
 
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
-        """Return the difference and the allowed difference, both divided by `scale`.
+        """Return the rewritten graph's error and the allowed error, both divided by `scale`.
 
-        The differences are computed from the norms in this object.
+        The allowed error is the sum of `relative * scale`, `absolute`, and three times the original
+        graph's own error.
         """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale

@@ -16,7 +16,8 @@ multiplies 16 rows by 8 columns; all 8 columns are the same token.
 The columns of the weight are the dimension K of the sum. The kernel may permute them, if it
 permutes x in the same way. Word w of a group of 256 columns contains the eight columns
 `128 i + 64 o + 2 w + h`, with i, o and h each 0 or 1. The tensor core gets four operands, numbered
-`2 o + h`. From every word, an operand takes the two columns with the operand's values of o and h.
+`2 o + h`. From every word w, operand `2 o + h` takes two columns: `64 o + 2 w + h` and
+`128 + 64 o + 2 w + h`.
 
 Variable names have the same meaning as in `matrix_kernels`.
 """

@@ -16,15 +16,15 @@ are computed. So a kernel can write X, the logits' gradient up to a factor per r
 log-sum-exp (lse_i) is known.
 
 X lacks one factor per row. Kernels that compute gradients from X multiply row i of an operand, or
-of the result, by this factor. For row i, the factor is exp(base_i - lse_i) times the derivative of
-the total loss with respect to the row's loss. Here, base_i is the number that was subtracted from
-the row's logits, and lse_i the log-sum-exp of these logits. Without a softcap, the factor also
+of the result, by this factor. Let base_i be the number that was subtracted from the logits of row
+i, and lse_i the log-sum-exp of these logits. The factor of row i is exp(base_i - lse_i) times the
+derivative of the total loss with respect to the row's loss. Without a softcap, the factor also
 contains the scale of the logits.
 
 In the column of a row's target class, X contains (p - 1) * exp(lse_i - base_i), where p is the
-target's probability. With a softcap, this number is also multiplied by dz/ds, the logit's
-derivative with respect to the product. A kernel computes p - 1 in fp32, and rounds only the
-finished number to 16 bits.
+target's probability. With a softcap, this element of X is also multiplied by dz/ds. Here, dz/ds is
+the derivative of the logit z with respect to s, the uncapped product of hidden state and weight. A
+kernel computes p - 1 in fp32, and rounds only the finished number to 16 bits.
 
 Ranks that split the vocabulary exchange log-sum-exps after writing X, the logits' gradient up to a
 factor per row.
@@ -557,12 +557,12 @@ def _linear_cross_entropy_hopper_loss_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Without FINAL, check whether each row's base is near the row's largest logit. With FINAL,
-    merge the statistics of each row in a fixed order.
+    """Without FINAL, check whether the number subtracted from a row's logits (the base) is near the
+    row's largest logit. With FINAL, merge the statistics of each row in a fixed order.
 
-    The base is the number that is subtracted from a row's logits. If the base is too far from the
-    row's largest logit, that logit becomes the new base. If ranks split the vocabulary, this kernel
-    only writes the statistics that the ranks exchange, and another kernel computes the loss.
+    If a row's base is too far from the row's largest logit, that logit becomes the new base. If
+    ranks split the vocabulary, this kernel only writes the statistics that the ranks exchange, and
+    another kernel computes the loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -618,12 +618,13 @@ def _linear_cross_entropy_hopper_loss_kernel(
 
 @triton.jit
 def _store_at_target(at, nll2, mass, z2_target, cap, C: tl.constexpr):
-    """Write (p - 1) * mass to X at each row's target, where p is the target's probability. With a
-    softcap, this number is also multiplied by the logit's derivative with respect to the product.
+    """Write the elements of X (the logits' gradient up to a factor per row) at the rows' targets.
 
-    X is the logits' gradient up to a factor per row. The probability is p = 2^-nll2, where nll2 is
-    the row's loss divided by ln(2). `mass` is the sum of exp(z - base) over the row's logits z,
-    where base is the number subtracted from them."""
+    Such an element is (p - 1) * mass, where p is the target's probability. `mass` is the sum of
+    exp(z - base) over the row's logits z, where base is the number subtracted from them. With a
+    softcap, the element of X is also multiplied by dz/ds. Here, dz/ds is the derivative of the
+    logit z with respect to s, the uncapped product of hidden state and weight. The probability is
+    p = 2^-nll2, where nll2 is the row's loss divided by ln(2)."""
     ptrs, mask = at
     scale, softcap = cap
     x = (tl.exp2(-nll2) - 1.0) * mass

@@ -9,9 +9,10 @@ again, strip by strip. A kernel turns each strip into the logits' gradient G in 
 Then cuBLAS writes the product of G and the hidden states into the block's rows of the weight's
 gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
 the weight's rows to the hidden states' gradient (dE) in fp32. For 16-bit inputs, the logits'
-gradient G has its own buffer, because writing G over the fp32 strip would save no memory. A
-narrower strip and this buffer together take as many bytes as a wide strip that G overwrites. If G
-overwrote the strip, the results would also depend on the order in which warps read and write.
+gradient G has its own buffer. Writing G over the fp32 products of a strip (range) of classes would
+save no memory. The products of a narrow strip and the buffer of G together take as many bytes as
+the products of a wide strip that G overwrites. If G overwrote the products, the results would also
+depend on the order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
 blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all
@@ -286,11 +287,11 @@ def _differentiate(
     first: int,
     settings: Settings,
 ) -> None:
-    """Write the loss's gradients with respect to a strip to the buffer `g`. A strip is the products
-    of the hidden states and a range of the weight's rows.
+    """Write the loss's gradients with respect to the products `s` to the buffer `g`.
 
-    `g` has the input dtype and unit stride along columns, and may be the strip `s` itself. `grads`
-    are the contiguous fp32 gradients of the per-row results.
+    `s` contains the products of the hidden states and a range of the weight's rows. `g` has the
+    input dtype and unit stride along columns, and may be `s` itself. `grads` are the contiguous
+    fp32 gradients of the per-row results.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = library_block(width)

@@ -210,11 +210,11 @@ def total_bytes(
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
     tiles. It also counts partial sums of the hidden states' gradient (dE), and a copy of a block's
-    hidden states. Each row of this copy is multiplied by the factor that X lacks. For plain
-    PyTorch, the bound counts a block of logits (with a softcap, three such blocks). It also counts
-    a copy of the hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch needs
-    two more fp32 buffers. One sums the weight's gradient, and the other is a copy of some rows of
-    the weight.
+    hidden states. In this copy, each row is multiplied by the factor that turns the same row of X
+    into the logits' gradient. For plain PyTorch, the bound counts a block of logits (with a
+    softcap, three such blocks). It also counts a copy of the hidden states' rows that are not
+    ignored. For 16-bit inputs, plain PyTorch needs two more fp32 buffers. One sums the weight's
+    gradient, and the other is a copy of some rows of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):

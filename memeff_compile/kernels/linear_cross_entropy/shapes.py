@@ -336,9 +336,10 @@ class Room(NamedTuple):
 
     Example: take 8 rows (tokens) and 4 features. A column of the logits' gradient G then takes
     twice the bytes of a row of the weight's gradient. For each class, a block needs memory for one
-    column of G and one row of the weight's gradient. Together, these two take as many bytes as
-    three rows. So the memory of the remaining classes' rows suffices for a block of at most one
-    third of these classes.
+    column of G and one row of the weight's gradient. This column and this row together take as many
+    bytes as three rows of the weight's gradient. So the memory of n rows of the weight's gradient
+    suffices for a block of at most n / 3 classes. Here, n is the number of classes whose rows are
+    not yet computed.
     """
 
     first_column: int
@@ -426,7 +427,8 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 
     - X (the logits' gradient up to a factor per row);
     - statistics of X's tiles, counted for the narrowest tiles;
-    - a copy of the block's hidden states, with each row multiplied by the factor that X lacks;
+    - a copy of the block's hidden states, in which each row is multiplied by the factor that turns
+      the same row of X into the logits' gradient;
     - partial sums of the hidden states' gradient (dE);
     - if there are several blocks, the scale factors of the sums of the weight's gradient (dC): one
       byte for each class and each slice of SLICE features.

@@ -270,8 +270,8 @@ def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.cons
 
     - the direction and its Hadamard transform;
     - the reciprocal of the number of sampled queries;
-    - two elements of the direction's Hadamard transform, and the indices of these elements'
-      channels.
+    - two elements of the Hadamard transform of the common direction, and the indices of these
+      elements' channels.
 
     The first of the two channels has the largest transformed element. The element of the second
     channel is about a third as large.

@@ -12,9 +12,10 @@ choose these calls, the model runs twice more for each call, once with this call
 levels. All other calls stay exact. At either level, the call changes the model's output, compared
 with an exact run. The harm of the less precise level is the change at this level minus the change
 at the other level. Any change in a call also makes all later layers of a 16-bit model round
-differently. This effect is largest for calls in early layers. The runs at both levels have this
-effect, so subtracting one run's change from the other's cancels it. A layer whose own result
-changes little may change the output much, and the reverse.
+differently. The output's change by this rounding is largest for calls in early layers. The runs at
+both levels contain a change by rounding. Subtracting one level's change from the other's is meant
+to cancel this change by rounding. A layer whose own result changes little may change the output
+much, and the reverse.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class Calibration(VerbReport, dict[str, Any]):
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
-        If the dictionary has `changes`, the module with the largest of these numbers comes first.
-        Otherwise the module with the lowest score at the first level comes first."""
+        If this calibration has the key `changes`, the module with the largest number under this key
+        comes first. Otherwise the module with the lowest score at the first level comes first."""
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         by = self.get("by", "attention")

@@ -232,7 +232,8 @@ class MergedLayer(CodedLayer):
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens; in the upper layer, also merge each complete group of tokens.
+        """Write new tokens. In the upper layer, also merge the two layers' keys and values of each
+        complete group of tokens.
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own

@@ -93,12 +93,12 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens; in the upper layer, also encode and merge complete groups of tokens.
+        """Write new tokens. In the upper layer, also encode the two layers' keys of each complete
+        group of tokens, and merge the two layers' values of this group.
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
-        new tokens and those that the lower layer kept aside. For each complete group of tokens, the
-        upper layer encodes the keys and merges the values.
+        new tokens and those that the lower layer kept aside.
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

@@ -106,8 +106,8 @@ def ternarize_(
         activation: "relu2" puts the squared ReLU of BitNet a4.8 into every gated MLP, and its name
             into the model's config. You must train the model afterwards. None leaves activation
             functions unchanged. The recipes "a4.8" and "a4.8-fp4" were designed for the squared
-            ReLU. With one of these two recipes and None, `verb_report` names all other activation
-            functions.
+            ReLU. With one of these two recipes and `activation=None`, `verb_report` names the
+            activation functions of gated MLPs that are not the squared ReLU.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
             `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
 
@@ -241,8 +241,8 @@ def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) 
 
 
 def dense_again(model: nn.Module) -> Undone:
-    """Replace the ternary linear layers that `ternarize_` created by dense linear layers with the
-    same parameters.
+    """Turn the ternary linear layers that `ternarize_` created back into dense linear layers with
+    the same parameters.
 
     `memeff_compile.undo` calls this function.
     """

@@ -35,8 +35,10 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield, for each run of the model, for how many linear layers it computes the Gram matrix of
-    the inputs; `widths` are the layers' input widths.
+    """Yield one number per run of the model: how many Gram matrices this run computes.
+
+    Each Gram matrix is computed from the inputs of the linear layers that use one weight. `widths`
+    are these layers' input widths, one per weight.
     """
     count = held = 0
     for width in widths:

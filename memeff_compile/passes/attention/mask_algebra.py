@@ -408,7 +408,7 @@ def axes_in(scalar: Any) -> set[Axis]:
     """Return the axes that occur in `scalar`.
 
     The argument `scalar` is a formula, or a sum (`Linear`) or a tensor's element (`Read`) in a
-    formula. The value of `scalar` depends on the index along these axes."""
+    formula. The value of `scalar` depends on the index along each of the returned axes."""
     own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
     return own.union(*map(axes_in, _parts_of(scalar)))
 

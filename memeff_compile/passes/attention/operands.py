@@ -58,7 +58,7 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """Return the sizes in all list arguments of the views.
+        """Return the sizes in all list arguments of this operand's views.
 
         Such a list is, for example, a target shape."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]

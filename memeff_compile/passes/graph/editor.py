@@ -27,8 +27,9 @@ class EditRefused(Exception):
     """The error for an edit that would change a property (such as the dtype) of a value.
 
     Nodes outside of the match, or the code that calls the graph, could see this change. The error
-    is also raised for an edit that the editor cannot make, for example if no node computes a size.
-    In all cases, the edits of the current match are undone.
+    is also raised for an edit that the editor cannot make. For example, the edit may need a size
+    that the editor cannot compute from the graph's nodes. In all cases, the edits of the current
+    match are undone.
     """
 
 
@@ -125,7 +126,7 @@ class Editor:
         """Return a size in the form in which a call takes it: a number, or the node that computes
         the size.
 
-        If no node computes the size, raise EditRefused.
+        If the editor cannot compute the size from the graph's nodes, raise EditRefused.
         """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 

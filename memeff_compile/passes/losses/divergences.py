@@ -3,10 +3,10 @@ writes their sums.
 
 A loss sums one number per class. The module describes this number as a polynomial. Its variables
 are the student's probability p, the teacher's probability q, log p, log q, and log m. Here, m is a
-mixture of p and q. The fused op supports six products of these variables, such as q log p.
-`Coefficients` contains the polynomial's factor for each of the six products. The factors can
-describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross entropies
-with a teacher's probabilities.
+mixture of p and q. The fused op supports six products of a probability and a logarithm, such as
+q log p. `Coefficients` contains the polynomial's factor for each of the six products. The factors
+can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross
+entropies with a teacher's probabilities.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
     them, or None.
 
     The node comes before the group's last tail (a loss or another result of the logits). In the
-    original graph, a tail after the node that writes reads the changed values. The fused op would
+    original graph, a tail that comes after this node reads the changed values. The fused op would
     read the old values.
     """
     operands = [n for tail in group for n in tail.operands]
