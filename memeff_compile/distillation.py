@@ -182,8 +182,8 @@ def _of_classes(log_p: Tensor, log_q: Tensor, coefficients: Coefficients) -> Ten
 
 
 def _with_rest(logs: Tensor) -> Tensor:
-    """Append one more class, which has the total probability of all classes that are not listed;
-    values are log-probabilities."""
+    """Append one column to log-probabilities of some classes: the log of the total probability of
+    all other classes."""
     smallest = torch.finfo(logs.dtype).eps
     mass = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=smallest)
     return torch.cat([logs, mass.log()], dim=-1)

@@ -138,7 +138,7 @@ def frame_variables() -> Mapping[str, Any]:
 
 
 def capturing_backend() -> Any:
-    """Return the backend that captures a graph now, or None outside of a capture."""
+    """Return the backend for which Dynamo captures a graph now, or None if Dynamo captures none."""
     from torch._dynamo import symbolic_convert
 
     captured = getattr(symbolic_convert.tls, "current_tx", None)
@@ -169,8 +169,8 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
     """Return the positions of those inputs of the graph that an earlier graph partition of DDP
     computes.
 
-    DDP splits a captured graph into partitions where DDP's gradient buckets end. An input that an
-    earlier partition computed is not an input that the user passes.
+    DDP splits a captured graph into partitions. Each cut is at the end of one of DDP's gradient
+    buckets. An input that an earlier partition computed is not an input that the user passes.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [
@@ -181,12 +181,12 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
 
 
 def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
-    """Return a mapping in which one of DDP's graph partitions stores information for later
-    partitions.
+    """Return a mapping for information about the tensors that DDP's graph partitions exchange.
 
-    The keys are the example values of tensors that one partition returns and another takes as
-    input. The mapping has weak references to its keys, and exists only during this compilation.
-    Return None if the graph is not split.
+    While the backend compiles one partition, it stores in the mapping the information that it needs
+    to compile later partitions. The keys are the example values of tensors that one partition
+    returns and another takes as input. The mapping has weak references to its keys, and exists only
+    during this compilation. Return None if the graph is not split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)
@@ -442,8 +442,9 @@ def room_for_graphs(limit: int = 64, *, shared: bool = False) -> dict[str, Any]:
     Dynamo counts graphs per code object, and transformers wraps the forward of every model in the
     same decorator. So the graphs of all models count towards one limit, and models of one class use
     the same graphs. With `shared`, this stays so. Otherwise the model has its own graphs, and only
-    these count. Before torch 2.13, torch.compile has no argument that sets a limit for a single
-    model. This function then returns no arguments, and increases the limit of all models instead.
+    these graphs count towards its limit. Before torch 2.13, torch.compile has no argument that sets
+    a limit for a single model. This function then returns no arguments, and increases the limit of
+    all models instead.
     """
     from torch._dynamo import config
 

@@ -116,14 +116,14 @@ def _operations_to_cache() -> dict[str, str]:
 
 @contextlib.contextmanager
 def waits_for_kernels_at_end(patches: Mapping[str, Any], *, trains: bool) -> Iterator[None]:
-    """Compile several CPU graphs with Inductor in this context, and wait for the C++ compiler only
-    at the end.
+    """In this context, Inductor compiles several CPU graphs without waiting for the C++ compiler.
 
-    Usually Inductor waits for the kernels of a graph when it loads the graph's code. In this
-    context, Inductor does not wait, so that several graphs compile in parallel. With `trains`,
-    the backward graph also compiles in parallel with the forward graph. Do not use this context for
-    GPU graphs: a cached graph contains its Triton kernels, which must be compiled before Inductor
-    caches the graph. If an exception occurs, the context ends without waiting.
+    At its end, the context waits for the C++ compiler. Usually Inductor waits for the kernels of a
+    graph when it loads the graph's code. In this context, Inductor does not wait, so that several
+    graphs compile in parallel. With `trains`, the backward graph also compiles in parallel with the
+    forward graph. Do not use this context for GPU graphs: a cached graph contains its Triton
+    kernels, which must be compiled before Inductor caches the graph. If an exception occurs, the
+    context ends without waiting.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -252,7 +252,7 @@ def deserialized(artifact: bytes) -> Compiled:
 
 @contextlib.contextmanager
 def apart_in_tracing() -> Iterator[None]:
-    """In this context, compile one of several partitions of a captured graph, isolated from the
+    """Isolate the compilation of one partition of a captured graph from the compilation of its
     other partitions.
 
     AOTAutograd records facts about a graph, and reads these facts when it compiles the graph's

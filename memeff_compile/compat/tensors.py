@@ -164,8 +164,8 @@ def _refuse_assigned_data() -> torch.library.Library:
     """Make assignments to `.data` call `_shares_metadata` if one of the tensors has the meta
     device's dispatch keys.
 
-    PyTorch checks such an assignment in an operation that is never dispatched to Python, so a
-    subclass cannot refuse the assignment itself.
+    PyTorch checks such an assignment in an operation that is never dispatched to Python. So the
+    Python code of a tensor subclass has no way to refuse the assignment.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")

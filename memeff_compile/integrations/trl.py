@@ -3,8 +3,8 @@
 TRL's trainers call `model(..., labels=labels, fused_lm_head=True)`. TRL's patched `forward`
 then computes log-probabilities in chunks, inside an autograd function that breaks every graph.
 While this backend captures such a model, the same formula in plain PyTorch replaces TRL's function.
-The pass `fuse_linear_cross_entropy` rewrites that formula into one op. Outside of such a capture,
-and with any other backend, TRL's own function runs.
+The pass `fuse_linear_cross_entropy` rewrites that formula into one op. If no model is being
+captured, or if another backend captures the model, TRL's own function runs.
 
 On a GPU, TRL first selects the tokens whose labels count in the loss. Then TRL calls its function
 for log-probabilities. The number of the selected tokens depends on the data, so the graph of the

@@ -54,7 +54,10 @@ def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
 def filter_level(gradient_filter: str, level: float) -> float:
     """Return the threshold of a filter: `level`, or the filter's default if `level` is 0.
 
-    The threshold is tau for the filter `mass`, and eps for the other filters."""
+    For the filter `mass`, the threshold is tau: the largest probability mass that a row may lose.
+    For the other filters, the threshold is eps. The filter `block` drops a class only if the
+    class's probability is below eps in every row of a group. The filter `published` compares
+    |probability - 1(target)| with eps."""
     if level > 0:
         return level
     return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS
@@ -79,8 +82,8 @@ def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
     """Return an upper bound of the bytes that a filter needs.
 
-    The bytes are for scores, kept tiles of the logits' gradients, sums of the hidden states'
-    gradient (dE), and orders of rows and classes.
+    The bound includes the classes' scores and the kept tiles of the logits' gradients. It also
+    includes sums of the hidden states' gradient (dE), and the indices of sorted rows and classes.
     """
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)

@@ -116,7 +116,8 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
     - the classes' scores;
     - for each class, a word with a bit per group of rows, and the sorted order of these words;
     - two copies of hidden-state rows, and sums of the hidden states' gradient (dE);
-    - sums for each level (a score below which classes are dropped).
+    - for each row and each level (a score below which the filter drops classes), the sum of the
+      probabilities that the row would lose.
     """
     return (4 * groups + 40) * vocab + 4 * height * depth + sums + 16384 * (groups + 256)
 

@@ -52,7 +52,7 @@ def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
 
     To set columns after the last class to -inf, the function adds one number per column to the
     products. A comparison for each element would take four times as long. Without a softcap, dz/ds
-    is the scale.
+    is `scale`, the factor by which the loss multiplies the sum of product and bias.
     """
     scale, softcap = cap
     edge = tl.where(columns < vocab, 0.0, float("-inf"))

@@ -48,8 +48,9 @@ class Statistics(Walk):
 class Differentiating(Walk):
     """A loop that computes gradients.
 
-    Some of these loops also compute the rows' losses, and use the logits from which they computed
-    the losses. Other loops compute the logits again.
+    Some of these loops also compute the rows' losses. Without a gradient filter, such a loop
+    computes the losses and the gradients from the same logits. All other loops compute the logits
+    again.
     """
 
     @abstractmethod

@@ -37,10 +37,11 @@ class Conditions:
         return self.key_mask is not None or self.query_ids is not None
 
     def positions_leave_a_key(self, queries: int, keys: int) -> bool:
-        """Return whether every query sees at least one key under the bounds `ahead` and `behind`.
+        """Return whether every query sees at least one key if only bounds on the distance between
+        a query and a key apply.
 
-        The bounds say how far after and before a query its keys may be. With `ahead=0` as the only
-        bound, the result is true."""
+        The bound `ahead` says how far after a query its keys may be, and `behind` how far before.
+        With `ahead=0` as the only bound, the result is true."""
         if not keys:
             return False
         ahead = keys if self.ahead is None else self.ahead

@@ -2,8 +2,8 @@
 
 A kind of GPU is identified by its vendor together with its compute capability. The vendor is needed
 because PyTorch also reports a compute capability for AMD's GPUs, such as 9.4 for an MI300. AMD's
-numbers do not have the meaning of NVIDIA's numbers. To add a kind of GPU, add a row. A GPU without
-a row is treated as the least capable GPU of its vendor.
+numbers do not have the meaning of NVIDIA's numbers. To add a kind of GPU, add a row to the table
+`GPUS`. A GPU without a row is treated as the least capable GPU of its vendor.
 """
 
 from __future__ import annotations

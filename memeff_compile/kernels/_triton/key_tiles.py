@@ -77,8 +77,11 @@ def tiles_of(length: int, size: int) -> int:
 
 
 def within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Simplify the conditions: remove bounds that hide no key, clamp the other bounds, and give key
-    masks and ids unit stride."""
+    """Simplify the conditions without changing which keys a query sees.
+
+    The bounds `ahead` and `behind` say how far after and before a query its keys may be. The
+    function removes a bound that hides no key. If a bound hides every key, the function raises the
+    bound to the largest number that hides every key. Key masks and sequence ids get unit stride."""
 
     def bound(number: int | None, most: int, least: int) -> int | None:
         return None if number is None or number >= most - 1 else max(number, -least)

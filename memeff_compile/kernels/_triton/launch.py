@@ -213,7 +213,7 @@ _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """Return the properties on which the compiled kernel depends.
+    """Return the properties of the arguments on which the compiled kernel depends.
 
     Also return the arguments with each tensor replaced by its address, and the bitwise "or" of all
     addresses.

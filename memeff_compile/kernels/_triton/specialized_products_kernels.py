@@ -214,8 +214,10 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
 
 @gluon.jit
 def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
-    """Return pointers to the scales of one slice (range of columns) of a tile, and a mask.
+    """Return pointers to the scales of one slice (range of columns) of a tile of the weight's
+    gradient (dC), and a mask.
 
+    While dC is summed over several blocks of rows, it is stored in fp16, divided by these scales.
     There is one pointer per class, to the scale of the class's numbers in the slice. The mask is
     false after the last class. `column` is the index of the slice's first column.
     """
@@ -226,9 +228,12 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _old_scales(scales, block, column, C: gl.constexpr):
-    """Load the scales of a tile's four slices (ranges of columns) before they are needed.
+    """Load the scales of the four slices (ranges of columns) of a tile of the weight's gradient
+    (dC).
 
-    If the tile has only two slices, return each of their scales twice.
+    The sums over earlier blocks of rows are stored in fp16, divided by these scales. The kernel
+    loads the scales before the tile's matrix products. If the tile has only two slices, return each
+    of their scales twice.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE
@@ -377,8 +382,8 @@ def _linear_cross_entropy_hopper_specialized_products_kernel(
 
     The tiles of dE come first, because there are few of them, and each is a long sum over the
     vocabulary. A program that has finished a tile takes the next tile that no program has taken.
-    The order does not change the results, as `_linear_cross_entropy_hopper_products_kernel`
-    explains.
+    The order in which programs take tiles does not change the results, as
+    `_linear_cross_entropy_hopper_products_kernel` explains.
     """
     rows_here = piece_rows
     if C.HAS_KEPT:

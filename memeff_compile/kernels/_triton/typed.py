@@ -29,8 +29,8 @@ class _Typed:
 def typed(tensor: Tensor) -> Any:
     """Return an object that stands in for a tensor while Triton compiles a kernel.
 
-    The object has no memory, so the kernel cannot run on it. As the address, Triton reads the
-    tensor's offset in its storage.
+    The object has no memory, so the kernel cannot run on it. When Triton asks for the object's
+    address, the object returns the tensor's offset in its storage, in bytes.
     """
     return _Typed(tensor)
 

@@ -9,9 +9,9 @@ the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the 
 programs run. The backward pass is in `hopper_gradients`.
 
 The kernel takes at least the time of its floating-point operations, as the kernels of `tiles` do.
-Each visible pair of a query and a key takes 4 D operations (D is the head dimension), at 790
-TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and a head dimension of
-128 reaches 593 TFLOP/s.
+Each visible pair of a query and a key takes 4 D operations (D is the head dimension). An H200
+reaches at most 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and
+a head dimension of 128 reaches 593 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Shape:
 def shape_for(*, has_tables: bool) -> Shape:
     """Return the tile shape for a call.
 
-    With a mask of keys or sequence ids (`has_tables`), a thread gets additional registers. It
+    With sequence ids or a mask of keys (`has_tables`), a thread gets additional registers. It
     stores in them the first and the last visible key of its queries.
     """
     return Shape(128, 128, 2, registers=240 if has_tables else 232)
@@ -132,7 +132,7 @@ def _has_measured_masks(call: Call) -> bool:
     For a head dimension of 64, these calls were timed:
 
     - in bf16, with a causal mask: a mask of keys, sequence ids, or both;
-    - in bf16, without a causal mask: a mask of keys or sequence ids, not both;
+    - in bf16, without a causal mask: sequence ids or a mask of keys, not both;
     - in fp16: a mask of keys, without ids and without a causal mask.
     """
     given, is_wide = call.given, call.sizes[5] >= MEASURED
@@ -175,7 +175,9 @@ def is_loadable(tensor: Tensor) -> bool:
 
 
 def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the compile-time constants of the kernel; `flags` tell which conditions a call has."""
+    """Return the compile-time constants of the kernel.
+
+    `flags` tell which masking conditions a call has, as `flags_of` returns them."""
     return {
         "ROWS": shape.rows,
         "KEYS": shape.keys,
@@ -191,7 +193,7 @@ def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[st
 
 
 def flags_of(call: Call) -> dict[str, bool]:
-    """Return the compile-time flags that tell a kernel which conditions a call has."""
+    """Return the compile-time flags that tell a kernel which masking conditions a call has."""
     return {"HAS_BOUNDS": call.given.has_tables(), **key_tiles.flags_of(call.given)}
 
 

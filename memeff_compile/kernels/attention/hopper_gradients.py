@@ -7,8 +7,9 @@ were measured to be faster than the kernels of `tiles`. As in the implementation
 depends on the order in which programs run.
 
 The lower bound of the time is 14 D operations for each visible pair of a query and a key, at 790
-TFLOP/s. D is the head dimension. The bound counts the scores twice, because each of the two kernels
-computes them.
+TFLOP/s. D is the head dimension. One kernel computes the gradient of q, and another kernel computes
+the gradients of k and v. Both kernels multiply queries by keys, and output gradients by values. So
+the bound counts the operations of these two products twice.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def serves(call: Call, grad: Tensor, out: Tensor) -> bool:
 
 
 def constants_of(shape: Shape, depth: int, flags: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel; `flags` tell which conditions a call has."""
+    """Return the compile-time constants of a kernel.
+
+    `flags` tell which masking conditions a call has, as `hopper.flags_of` returns them."""
     return {
         "ROWS": shape.rows,
         "KEYS": shape.keys,
@@ -181,7 +184,7 @@ def _section(call: Call, heads: int) -> int:
     """Return how many rows of tiles are computed at the same time; a row consists of tiles of one
     head.
 
-    If the call has a mask of keys or sequence ids, a row consists of one head's tiles in all
+    If the call has sequence ids or a mask of keys, a row consists of one head's tiles in all
     sequences. Otherwise, a row consists of one head's tiles in one sequence.
     """
     return heads if call.given.has_tables() else call.sizes[0] * heads

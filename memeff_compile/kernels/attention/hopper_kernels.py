@@ -2,22 +2,23 @@
 """The forward kernel of attention on Hopper, written in Gluon: one warp loads tiles, and two groups
 of four warps multiply.
 
-Each group of four warps computes 64 positions of the program's tile, and waits only until the
-loading warp has loaded the next tile. Therefore one group of warps can compute exponentials while
-the other group multiplies. A program computes one tile of queries after another. Meanwhile, the
-loading warp already loads the next tile.
+Each group of four warps computes 64 queries of the program's tile. Before a product, a group waits
+until the loading warp has loaded the product's keys or values. With IN_TURN, the two groups start
+their products in turn. Therefore one group of warps can compute exponentials while the other group
+multiplies. A program computes one tile of queries after another. Meanwhile, the loading warp
+already loads the next tile.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
 the masking conditions only in pairs in which some keys are hidden. Pairs with hidden keys come
 first.
 
-With masks of keys or sequence ids (HAS_BOUNDS), the kernel reads a table that `ranges.find` made.
-The table contains the tiles that each tile of queries visits, and the first and the last visible
-key of each query. If all keys between them are visible, the kernel compares positions with these
-two numbers. Otherwise the kernel compares two other numbers of the table, one of the query and one
-of the key. These two numbers, called joint ids, are equal if neither the mask of keys nor the
-sequence ids hide the key. Hidden values may be nan or infinite. If they are, the kernel replaces
-them by zeros in tiles in which the mask may hide a key.
+If a call has sequence ids or a mask of keys (HAS_BOUNDS), the kernel reads a table that
+`ranges.find` made. The table contains the tiles that each tile of queries visits, and the first and
+the last visible key of each query. If all keys between them are visible, the kernel compares
+positions with these two numbers. Otherwise the kernel compares two other numbers of the table, one
+of the query and one of the key. These two numbers, called joint ids, are equal if neither the mask
+of keys nor the sequence ids hide the key. Hidden values may be nan or infinite. If they are, the
+kernel replaces them by zeros in tiles in which the mask may hide a key.
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 def _sequence_of(
     ranges_ptr, batches, batch, tiles, others, OURS: gl.constexpr, OTHERS: gl.constexpr
 ):
-    """Return two pointers into the result of `ranges.find`. The first points to the numbers that
-    describe the positions of one sequence, the second to the flags of all sequences.
+    """Return two pointers into the result of `ranges.find`.
 
+    The first pointer points to the numbers of one sequence: for each position, the first and the
+    last visible position, and a joint id. The second pointer points to the flags of all sequences.
     A flag tells whether hidden keys or values of a sequence and key head are nan or infinite.
     `others` is the number of visited positions of a sequence.
     """
@@ -144,8 +146,9 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
 
     The first two numbers are the first and the last position that the position of the tile sees.
     The third number is its joint id. The joint ids of a query and a key are equal if neither the
-    mask of keys nor the sequence ids hide the key. Also return whether a position of the tile sees
-    others with gaps between them, and a pointer to the joint ids of the visited positions.
+    mask of keys nor the sequence ids hide the key. Also return whether at least one position of the
+    tile sees positions with gaps between them. The last result is a pointer to the joint ids of the
+    visited positions.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)
@@ -210,11 +213,11 @@ def _is_within(ours, other):
 
 @gluon.jit
 def _is_same(ours, joint_ids):
-    """For each position of the program's own tile, return which positions of a visited tile have
-    the same joint id.
+    """Return in which pairs of a query and a key neither the mask of keys nor the sequence ids hide
+    the key, for the program's own tile and a visited tile.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key.
+    The function compares joint ids. The joint ids of a query and a key are equal if neither the
+    mask of keys nor the sequence ids hide the key.
     """
     return gl.expand_dims(ours[3], 1) == gl.expand_dims(joint_ids, 0)
 
@@ -326,8 +329,10 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 @gluon.jit
 def _joint_ids_at(other, told, MASKED: gl.constexpr):
-    """Return the joint ids of the positions of a visited tile. If the program compares no joint ids
-    for this tile, return the positions themselves.
+    """Return a joint id for each position of a visited tile.
+
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key. If MASKED is not GAPS, return the positions themselves.
     """
     joint_ids = other
     if MASKED == GAPS:

@@ -1,4 +1,4 @@
-"""The bytes that attention needs without this op and with it.
+"""The bytes that attention needs without the op `memeff::attention`, and with the op.
 
 The formulas use B (sequences), H (query heads), M (queries), N (keys) and D (head dimension). Each
 of these letters may be a symbol or a number. The formulas do not count q, k, v, the output and the
@@ -18,7 +18,7 @@ def bytes_before(
 ) -> sympy.Expr:
     """Return the bytes of one buffer of scores or softmax weights.
 
-    Attention without this op builds several such buffers.
+    Attention without the op `memeff::attention` builds several such buffers.
     """
     return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
 
@@ -41,10 +41,11 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     numbers per query.
 
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
-    multiple of 128. Calls with a mask of keys or sequence ids need a table of the visible tiles or
-    positions while a kernel runs. The table of a Triton kernel has 16 bytes per tile and sequence.
-    The table of a kernel in Gluon has about 16 bytes per position of each sequence, rounded up to a
-    multiple of 128 positions. All heads share this table. The kernels in Gluon need at least 16
-    heads, so their table has at most about 13 % of the bytes that this function returns.
+    multiple of 128. Calls with sequence ids or a mask of keys need a table while a kernel runs. The
+    table of a Triton kernel describes the visible tiles, with 16 bytes per tile and sequence. The
+    table of a kernel in Gluon describes the visible positions. It has about 16 bytes per position
+    of each sequence, rounded up to a multiple of 128 positions. All heads share this table. The
+    kernels in Gluon need at least 16 heads, so their table has at most about 13 % of the bytes that
+    this function returns.
     """
     return 8 * sympy.sympify(batch) * heads * queries

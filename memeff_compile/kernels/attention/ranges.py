@@ -1,13 +1,14 @@
-"""Prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
+"""Prepare a call that has sequence ids or a mask of keys, for the attention kernels in Gluon.
 
 With padding and with packed documents, each query sees all keys between a first and a last one.
 Each key is seen by all queries between a first and a last one. Therefore the attention kernels
 compare positions with two numbers of each query or key. These ranges are computed on the GPU,
 without waiting for the CPU.
 
-The function `find` marks a tile if one of its positions sees visited positions with gaps between
-them. For marked tiles, the kernels compare joint ids: one int32 number for each position. The joint
-ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
+The function `find` marks a tile if one of its positions does not see all positions between the
+first and the last one that it sees. For marked tiles, the kernels compare joint ids: one int32
+number for each position. The joint ids of a query and a key are equal if neither the mask of keys
+nor the sequence ids hide the key.
 
 Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such
 numbers at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys
@@ -54,11 +55,13 @@ def find(
     and three numbers for each position, as int32.
 
     `own` is the number of positions of a tile, and `others` the number of positions of a visited
-    tile. The result contains, one after another:
+    tile. The joint ids of a query and a key are equal if neither the mask of keys nor the sequence
+    ids hide the key. The result contains, one after another:
 
     - for each tile, the `FIELDS` (8) numbers that describe the tiles that it visits;
-    - for each sequence, the first position that each position sees, then the last positions, then
-      the joint ids of the positions, then the joint ids of the visited positions;
+    - for each sequence, four lists: the first position that each position sees, the last position
+      that each position sees, the joint ids of the positions, and the joint ids of the visited
+      positions;
     - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
       an infinity at a hidden key, and otherwise 0.
 

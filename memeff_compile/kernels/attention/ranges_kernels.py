@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels that prepare a call with a mask of keys or sequence ids for the kernels in Gluon.
+"""Kernels that prepare a call with sequence ids or a mask of keys, for the attention kernels in
+Gluon.
 
-One kernel finds the tiles that each tile visits, the first and the last visible position for each
-position, and the joint ids of all positions (see `ranges`). The second kernel finds nan and
-infinities at hidden keys. The third kernel sorts the tiles by their work. The module `ranges`
-describes the results.
+One kernel finds the tiles that each tile visits. For each position, this kernel finds the first and
+the last visible position, and a joint id. The joint ids of a query and a key are equal if neither
+the mask of keys nor the sequence ids hide the key. The second kernel finds nan and infinities at
+hidden keys. The third kernel sorts the tiles by their work. The module `ranges` describes the
+results.
 
 In variable names, "ours" is the tile of the program, and "others" are the tiles that it visits.
 """
@@ -63,8 +65,9 @@ def _ends(found, start, stop):
     """For each position of the program, return the first and the last visited position that it
     sees, and how many it sees.
 
-    Visited positions are passed as parts, from `start` up to, not including, `stop`. `found` says
-    which of these parts each position sees. A position sees a part completely or not at all.
+    The visited positions are passed as ranges. The vectors `start` and `stop` contain the first
+    position of each range, and the position after its last one. `found` says which of these ranges
+    each position sees. A position sees a range completely or not at all.
     """
     low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
     high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)
@@ -75,7 +78,7 @@ def _ends(found, start, stop):
 def _joint_ids_of(
     place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr
 ):
-    """Return the joint id of each position, as int32.
+    """Return an int32 number for each position, its joint id.
 
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
     hide the key.

@@ -10,8 +10,9 @@ four numbers describe the tiles that it visits:
 - the first tile, and the first fully visible tile;
 - the end of the fully visible tiles, and the end of all tiles.
 
-If the mask depends only on positions, a kernel computes these numbers itself. If a call has a mask
-of keys or sequence ids, a small kernel computes the numbers first and writes them to a table.
+If the mask depends only on positions, a kernel computes these numbers itself. If a call has
+sequence ids or a mask of keys, a small kernel computes the numbers first and writes them to a
+table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
 exponent is above 0.
@@ -152,11 +153,9 @@ def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constex
     """Load a tile of keys and values, and compute the keys' raw scores.
 
     The function returns these scores as two matrices: before and after the mask is applied. It also
-    returns:
-
-    - three vectors with one element per key: the position, whether the key lies inside the tensor,
-      and whether the key is visible;
-    - the keys, and the values.
+    returns three vectors with one element per key: the key's position, whether the key lies inside
+    the tensor, and whether the mask of keys also shows it. The last two results are the loaded keys
+    and the loaded values.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS

@@ -10,8 +10,8 @@ differ mostly by a mean and a rotation. A pair of layers has these maps:
 
 An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
 where `turn` is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its
-matching head in the lower layer. In the tensors that two merged layers share, heads are ordered by
-slot.
+matching head in the lower layer. If a cache merges two layers, both layers share some tensors. In
+these tensors, the heads are ordered by slot.
 
 The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """
@@ -83,8 +83,8 @@ def fit(
 
     If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
     rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
-    better ones. After rotary embedding, the keys of a few tokens do not show how keys at later
-    positions are rotated.
+    better ones. After rotary embedding, a rotation that fits the keys of a few tokens may not fit
+    the keys at later positions.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
     kinds, depth = maps.turns.shape[2], maps.turns.shape[-1]

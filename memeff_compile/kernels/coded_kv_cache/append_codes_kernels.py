@@ -23,7 +23,8 @@ import triton.language as tl
 def parts_of(BITS, SHARES):
     """Return the number of column blocks into which a row of codes is split.
 
-    A byte contains one code of each column block. All codes of a column block share a scale.
+    With 2 or 4 bits, a byte contains one code of each column block. If scales are per token, all
+    codes of a token in one column block share a scale.
     """
     return SHARES if BITS >= 8 else 4 if BITS == 3 else 8 // BITS
 
