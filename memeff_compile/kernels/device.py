@@ -161,7 +161,7 @@ def stream_of(tensor: torch.Tensor) -> torch.cuda.Stream | None:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make the stream that `stream_of` returned the current stream."""
+    """Make `stream`, a result of `stream_of`, the current stream."""
     if stream is None or torch.cuda.current_stream(stream.device) == stream:
         return _NOTHING
     return torch.cuda.stream(stream)

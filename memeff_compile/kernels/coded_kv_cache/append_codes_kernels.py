@@ -337,7 +337,7 @@ def _code_group(
 @triton.jit
 def _keep(x, position, is_token, first, kept, C: tl.constexpr):
     """Copy those new tokens that are among the first KEPT tokens of the sequence to the memory for
-    exact tokens."""
+    tokens that are stored exactly, not as codes."""
     if C.KEPT > 0:
         row = (position - first)[:, None]
         place = row * C.DEPTH + tl.arange(0, C.DEPTH)[None, :]

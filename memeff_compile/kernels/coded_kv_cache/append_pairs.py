@@ -164,8 +164,11 @@ def align_prompt(
     heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
     group: int,  # tokens per program
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the same aligned rows as `alignment.aligned`, ordered by slot (head of the lower
-    layer), in fp32.
+    """Apply the linear maps that make two layers' keys and values similar, and return the results
+    in fp32.
+
+    The results have the same order as those of `alignment.aligned`: by slot (head of the lower
+    layer).
     """
     from . import alignment_kernels as kernels
 
@@ -327,10 +330,11 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two given tensors with equal strides, in contiguous rows.
+    """Return the two given tensors, or contiguous copies of them, so that both have equal strides
+    and contiguous rows.
 
     In the returned tensors, the stride between tokens is a multiple of the row size. If the given
-    strides do not allow this, the function copies the tensors.
+    tensors do not meet these conditions, the function copies them.
     """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()

@@ -139,8 +139,8 @@ def _code_directions(
 
     A direction is one unit vector that two layers share for a token's keys, or for its values. With
     NORMS == 2, the function stores both layers' norms. With NORMS == 1, the function multiplies the
-    scales by the lower layer's norm. The function then stores only the upper layer's norm divided
-    by the lower layer's norm.
+    scales of the codes by the lower layer's norm. The function then stores only the upper layer's
+    norm divided by the lower layer's norm.
     """
     lower, upper = pair
     codes_base, scales_base = made
@@ -237,8 +237,9 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy the rows (keys or values) that stay unmerged from a window of latest tokens to the
-    memory for unmerged rows.
+    """Copy rows (keys or values) from a window of latest tokens to the memory for unmerged rows.
+
+    The function copies only the rows for which `is_kept` is true.
     """
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)

@@ -96,8 +96,11 @@ def _append_first(
     limit: int,
     settings: Merging,
 ) -> None:
-    """Fit the maps between the two layers' values, using the first tokens that an empty cache gets,
-    and append the tokens of both layers.
+    """Fit the linear maps that make the values of two layers similar, and append the tokens of both
+    layers.
+
+    The tokens are the first ones that an empty cache gets. The maps are fitted to the values of
+    these tokens.
     """
     shared, lower, upper, maps = pair
     new, window = upper_new[0].shape[2], upper.k_window.shape[2]

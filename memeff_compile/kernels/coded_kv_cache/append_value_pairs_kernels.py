@@ -36,10 +36,10 @@ def _share_group(
 ):
     """Merge the values of two layers for one group of tokens, and encode the merged values.
 
-    The alignment maps are first applied to the values of both layers. For each token, both layers
-    then share one direction (a vector of length one). The codes' scales are multiplied by the
-    length of the lower layer's value. The ratio of the upper layer's length to the lower layer's is
-    stored separately.
+    The function first applies linear maps, which make the values of the two layers similar. For
+    each token, both layers then share one direction (a vector of length one). The codes' scales are
+    multiplied by the length of the lower layer's value. The ratio of the upper layer's length to
+    the lower layer's is stored separately.
     """
     lower, lower_slot, lower_row, upper, upper_slot, upper_row = rows
     pair, mine = heads
@@ -64,10 +64,11 @@ def _share_group(
 
 @triton.jit
 def _keep_early(window, kept, coded, first, C: tl.constexpr):
-    """Copy a sequence's first tokens, before they leave the window of latest tokens, to the memory
-    for exact tokens.
+    """Copy a sequence's first tokens to the memory for tokens that are stored exactly, not as
+    codes.
 
-    Only tokens of the group that starts at position `coded` are copied.
+    The tokens are copied before they leave the window of latest tokens. Only tokens of the group
+    that starts at position `coded` are copied.
     """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)

@@ -111,9 +111,10 @@ def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of the caches of two layers that share the directions of keys and values,
-    for `tokens` tokens, without the alignment maps.
+    for `tokens` tokens.
 
-    The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
+    The result leaves out the linear maps that make the layers' keys and values similar. The
+    layout's `kept` is the number of unmerged rows for which memory is allocated, including the
     first tokens. A pair of layers stores once: the codes, the scales, and the positions of unmerged
     rows. Each layer stores norms, a window of latest tokens, and its unmerged rows. In 16-bit
     caches, norms are float16.

@@ -243,17 +243,23 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the alignment maps of two layers from the last arguments of an op.
+    """Return a layer's linear maps from the last arguments of an op.
 
-    The maps are means, rotations and the indices of matching heads. The result contains None for
-    each map that the op did not get.
+    The maps make the keys and values of this layer and another layer similar. The maps are means,
+    rotations and the indices of matching heads. The result contains None for each map that the op
+    did not get.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
 
 
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
-    """Return why alignment maps do not fit a cache, as a sentence, or None if the maps fit."""
+    """Return a sentence that says why a layer's linear maps do not fit its cache, or None if the
+    maps fit.
+
+    The maps make the keys and values of this layer and another layer similar. The function checks
+    the shapes, dtypes, devices and memory layout of the maps.
+    """
     batch, heads, _, depth = window.shape
     means, turns, slots = maps
     if (turns is None) != (slots is None) or (turns is not None and means is None):

@@ -204,9 +204,10 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the keys and values that `keep` chose into the memory for unmerged ones.
+    """Copy the unmerged keys and values from `rows` to the memory for unmerged keys and values.
 
-    The first token in each tensor of `rows` has the position `coded` in the cache.
+    The function `keep` has chosen these keys and values. The first token in each tensor of `rows`
+    has the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]

@@ -62,8 +62,8 @@ def encode(
     scales.
 
     The returned scales have the memory order of the cache. If `bits` is PLAIN, the cache stores
-    rows without codes. In place of codes and scales, the function then returns the numbers of x,
-    (B, H, n, G * D), and empty scales.
+    rows without codes. In place of codes, the function then returns the elements of x, with shape
+    (B, H, n, G * D). In place of scales, the function then returns an empty tensor.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -191,7 +191,8 @@ def kept_until(places: Tensor, positions: Tensor) -> Tensor:
 
 
 def keep_first(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
-    """Write the tokens that stay exact to the memory for exact tokens."""
+    """Copy a sequence's first tokens from `x` to `kept`, where the cache stores them exactly, not
+    as codes."""
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
     if x.shape[2] and places.shape[2]:

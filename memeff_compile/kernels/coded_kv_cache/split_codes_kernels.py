@@ -275,7 +275,10 @@ def _attend_exact(
     sums,
     C: tl.constexpr,
 ):
-    """Add a tile of tokens that are stored exactly to the partial result."""
+    """Compute the attention over one tile of tokens, and add it to the partial result.
+
+    These tokens are stored exactly, not as codes.
+    """
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     LANES: tl.constexpr = C.ROWS // C.HALVES
     k_base, v_base = bases
@@ -695,7 +698,10 @@ def _coded_kv_cache_split_codes_turn_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,  # query heads that one program rotates by the same map
 ):
-    """Rotate queries in the same way as the keys of an aligned layer were rotated."""
+    """Rotate the upper layer's queries with the matrices that rotated the upper layer's keys.
+
+    That rotation made these keys similar to the keys of the lower layer.
+    """
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     heads, repeat = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE
@@ -727,7 +733,7 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
 ):
     """Combine partial results.
 
-    In the part that comes from merged tokens, also invert the layer's alignment map (a mean and a
+    In the part that comes from merged tokens, also invert the layer's linear map (a mean and a
     rotation).
     """
     merged, exact, repeat, stat_count = sizes

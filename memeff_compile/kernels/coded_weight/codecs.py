@@ -302,10 +302,10 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
     """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
     update the weight.
 
-    A patch is a weight whose exponent is outside of the window, the range of exponents that have a
-    code. Return how many patches each chunk (8192 weights) has, and which groups of 256 weights
-    have patches. The function `_list_win4` needs these numbers. The kernel reads the old weight's
-    patches (uncoded elements) only if there is an optimizer step.
+    A patch is a nonzero element of the weight whose exponent has no code. Return how many patches
+    each chunk (8192 weights) has, and which groups of 256 weights have patches. The function
+    `_list_win4` needs these numbers. The kernel reads the old weight's patches (uncoded elements)
+    only if there is an optimizer step.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -493,8 +493,12 @@ _Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def moves(by: Step | None) -> tuple[tuple[float, ...], _Constants]:
-    """Return an optimizer step's numbers and compile-time constants, in the form of kernel
-    arguments."""
+    """Return the kernel arguments that describe an optimizer step: two numbers and compile-time
+    constants.
+
+    The numbers are the negative learning rate and the weight decay. The constants say whether there
+    is a step, and whether its weight decay is not 0.
+    """
     if by is None:
         return (0.0, 0.0), (("STEP", False), ("HAS_DECAY", False))
     return (-float(by.rate), float(by.decay)), (("STEP", True), ("HAS_DECAY", by.decay != 0))
@@ -667,8 +671,8 @@ def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> li
 def _multiplied(
     given: _Product, out: Tensor, tile: shapes.RowTile
 ) -> tuple[Multiplied, tuple[int, ...]]:
-    """Return the kernel arguments for a weight that is multiplied by one token, with the constants
-    of its tile."""
+    """Return the kernel arguments that describe a weight, and the compile-time constants of the
+    weight's tile. The kernel multiplies the weight by one token."""
     (rows, columns), bias = given.shape, given.bias
     is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
     return given.operand(out), tile.constants(columns, has_bias=bias is not None, is_even=is_even)

@@ -123,10 +123,13 @@ _FORMATS |= {
 
 
 def parse(name: str) -> Format:
-    """Return the settings that a codec's name contains: "win4", or "win4:k3:b512" for a lossy mode.
+    """Return the settings that a codec's name describes.
 
-    If the name of a lossy mode contains no block size, a block has 512 weights. For any other name,
-    raise an error that lists the valid names.
+    The name of a lossless codec is, for example, "win4". The name of a lossy mode is, for example,
+    "win4:k3:b512". Here, k3 means that each weight keeps 3 mantissa bits. The setting b512 means
+    that blocks of 512 weights share a normaliser (scale). If the name of a lossy mode contains no
+    block size, a block has 512 weights. For any other name, raise an error that lists the valid
+    names.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(

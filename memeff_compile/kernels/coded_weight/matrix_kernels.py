@@ -139,10 +139,11 @@ def _scale(power, norms, lane, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Reinterpret 32-bit words of two weights as bf16 along K, in the layout of a tensor-core
+    """Multiply pair words by `scale`, and return their bf16 weights in the layout of a tensor-core
     operand.
 
-    No data moves between registers.
+    A pair word is a 32-bit word of two weights that are neighbours along K in the operand. No data
+    moves between registers.
     """
     pair = _scaled_pair(pair, scale)
     low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -542,7 +543,7 @@ def _row_scale(power, norm, C: gl.constexpr):
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
     """Load the 7-bit normalisers (scales) of half a group of weights, for some rows.
 
-    `first` is the index of the group in which each row begins.
+    For each row, `first` contains the index of the row's first group of 256 weights.
     """
     norm_0 = first  # which is not read
     if C.BLOCK > 0:
@@ -579,7 +580,8 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 
 @gluon.jit
 def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.constexpr):
-    """Start copying the codes of half a group to shared memory."""
+    """Start copying codes, signs and mantissas to shared memory: for each row of a tile, those of
+    128 weights (half a group)."""
     codes_desc, signs_desc = descs
     bar, codes, signs = code_bars.index(place), slots[0].index(place), slots[1].index(place)
     group = half // 2

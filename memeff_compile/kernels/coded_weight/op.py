@@ -250,11 +250,12 @@ def _fake_product(given: Product) -> Tensor:
 def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
-    An inner compiler sees `F.linear`: it may split off the bias, and it calls `F.linear` with less
-    overhead than a custom op. The op that decodes gets x as its argument `at`. So the compiler
-    cannot decode a weight before its layer's input x exists. Nor can the compiler decode a weight
-    only once for several layers that share the weight. For weights that require gradients, inputs
-    with unusual strides are copied into contiguous rows.
+    The inner compiler (Inductor by default) sees the multiplication as `F.linear`. The compiler may
+    add the bias in a separate op. The compiler calls `F.linear` with less overhead than a custom op
+    has. The op that decodes gets x as its argument `at`. So the compiler cannot decode a weight
+    before its layer's input x exists. Nor can the compiler decode a weight only once for several
+    layers that share the weight. For weights that require gradients, inputs with unusual strides
+    are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share. The functions process pairs of weights in
-one 32-bit word, patches (uncoded elements), and histograms.
+"""Device functions that the kernels of all codecs share. Some functions process pairs of weights,
+each pair in one 32-bit word. Other functions process patches (uncoded elements) or histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
@@ -202,10 +202,10 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Load one 7-bit normaliser (scale) for each group.
+    """Load one 7-bit normaliser (scale) for each group of 256 weights.
 
-    The normaliser belongs to the weights of the first (HALF is 0) or the last (HALF is 1) sixteen
-    threads of a warp.
+    A group of weights may have several normalisers. The loaded normaliser belongs to pair number
+    PAIR of the weights of the first (HALF is 0) or the last (HALF is 1) sixteen threads of a warp.
     """
     if BLOCK >= 256:
         at = group // (BLOCK // 256)

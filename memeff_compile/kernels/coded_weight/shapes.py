@@ -164,9 +164,11 @@ def matrix_tile(
 
 
 class _Cost(NamedTuple):
-    """A prediction, in microseconds, of the time that a product with a `WideTile` takes on an H200.
+    """The coefficients from which `_wide_time` predicts how long a matrix product with a compressed
+    weight takes on an H200.
 
-    The coefficients were fitted to the measurements in `coded-weight-widths.txt`.
+    Each `WideTile` (size of output tiles) has its own coefficients. Times are in microseconds. The
+    coefficients were fitted to the measurements in `coded-weight-widths.txt`.
     """
 
     resident: int  # programs on a multiprocessor at a time
@@ -269,5 +271,6 @@ def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> Matr
 
 
 def chunks_touched(rows: int, columns: int) -> int:
-    """Return the number of chunks over which some rows can extend, rounded up to a power of two."""
+    """Return over how many chunks (of 8192 weights) the given number of rows can extend, rounded up
+    to a power of two."""
     return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

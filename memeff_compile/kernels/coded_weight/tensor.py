@@ -46,9 +46,9 @@ class Unsettled:
     """A new value of a weight, until it is known whether the value's codes fit into the memory of
     the old codes.
 
-    If the codes do not fit, the value is encoded again. The value then comes from the spill buffer
-    (memory for values whose codes do not fit into the existing tensors). Without a spill buffer,
-    this object keeps the dense value until `settle` has returned.
+    If the codes do not fit, the value is encoded again. The second encoding reads the value from
+    the spill buffer (memory for values whose codes do not fit into the existing tensors). Without a
+    spill buffer, this object keeps the dense value until `settle` has returned.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
@@ -104,8 +104,9 @@ class UnsettledTogether:
     one allocation. Apart from this, the class is like `Unsettled`.
 
     This object keeps the weights' gradients until `encode` is called. All code must call `encode`
-    before it reads one of the weights. All gradients come from one CUDA stream, and the kernels run
-    on that stream, even if the caller uses another stream.
+    before it reads one of the weights. All these gradients were added while the same CUDA stream
+    was current. The kernels that `encode` launches run on that stream, even if its caller uses
+    another stream.
     """
 
     is_settled = False
@@ -424,8 +425,8 @@ class CodedWeight(Tensor):
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor | None:
-        """Overwrite a gradient with the weight's value after an optimizer step, as `codecs.step`
-        does.
+        """Compute an optimizer step, and write the weight's new value over the gradient, as
+        `codecs.step` does.
 
         `steps` must have returned True for the gradient. The weight is invalid until `store_soon`
         has stored the new value. Pass this function's result to `store_soon` as `counts`.

@@ -183,10 +183,10 @@ def _coded_weight_tier_decode_kernel(
 
 @triton.jit
 def _codes(pattern, windows):
-    """Return the three codes of a weight, one for each window, and the byte that contains the
-    weight's sign and mantissa.
+    """Return the three codes of a weight, one for each window (range of exponents that have codes).
+    Also return the byte that contains the weight's sign and mantissa.
 
-    A window is a range of exponents that have codes. `pattern` contains the weight's 16 bits.
+    `pattern` contains the weight's 16 bits.
     """
     narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
@@ -230,7 +230,7 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of one weight pattern to earlier codes.
+    """Append the codes of a weight, whose 16 bits are `pattern`, to earlier codes.
 
     Return all codes, and the byte of sign and mantissa.
     """

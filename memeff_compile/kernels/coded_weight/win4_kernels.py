@@ -149,9 +149,10 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a 16-bit weight pattern, its byte of sign and mantissa, and a flag.
+    """Return the code of a weight, its byte of sign and mantissa, and a flag that marks patches.
 
-    The flag is 1 if the weight must be stored whole (a patch), else 0.
+    `pattern` contains the weight's 16 bits. The flag is 1 if the weight must be stored whole (a
+    patch), else 0.
     """
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0
@@ -191,9 +192,9 @@ def encode_chunk(
 
     With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
     read and written once. The kernel first overwrites the whole gradient of the chunk with updated
-    weights. For patches (uncoded elements), the numbers written first are wrong. If the chunk had
-    patches before the step, the kernel then overwrites these numbers with the updated patches. Only
-    in this case does the kernel read the chunk's updated weights again before it encodes them.
+    weights. Elements that were patches (uncoded) before the step get wrong numbers at first. If the
+    chunk had such patches, the kernel then overwrites the wrong numbers with the updated patches.
+    Only in this case does the kernel read the chunk's updated weights again before it encodes them.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)

@@ -21,12 +21,13 @@ MIN_COLUMNS = 16
 
 
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
-    """Add the gradient of each looked-up row to the row of `grad_weight` with the same id, summed
-    in fp32 and rounded once.
+    """For each id, add the gradients of all rows looked up with this id to the id's row of
+    `grad_weight`.
 
-    The gradient rows (N, D) have the dtype of `grad_weight` (V, D). The row of `padding_idx`, which
-    is an id or -1, does not change. An id that is negative, or at least V, belongs to another
-    rank's row and is ignored.
+    The sum, which includes the old row of `grad_weight`, is computed in fp32 (for fp64 inputs in
+    fp64) and rounded once. The gradient rows (N, D) have the dtype of `grad_weight` (V, D). The row
+    of `padding_idx`, which is an id or -1, does not change. An id that is negative, or at least V,
+    belongs to another rank's row and is ignored.
     """
     tokens, depth = grad_rows.shape
     wide = checks.wide(grad_weight.dtype)

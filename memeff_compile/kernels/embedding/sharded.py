@@ -1,7 +1,8 @@
 """Look up embeddings in tables that DTensor splits over ranks: each rank looks up its own rows.
 
-Before the rewrite: `x = embedding(ids, W)`, where W has the placement Shard(0). The result x is a
-DTensor with the placement Partial. So the ranks' local tensors must still be added up.
+The pass `fuse_embedding_gradient` rewrites such lookups. Before the rewrite, the lookup is
+`x = embedding(ids, W)`, where W has the placement Shard(0). The result x is a DTensor with the
+placement Partial. So the ranks' local tensors must still be added up.
 
 After the rewrite: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is
 the rank's shard of W. The shard starts at row `first_row` of W, and -1 means that no id is padding.

@@ -22,13 +22,14 @@ from ..device import on_device
 
 
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
-    """Add the gradient of each looked-up row to the row of `grad_weight` with the same id, summed
-    in fp32 and rounded once.
+    """For each id, add the gradients of all rows looked up with this id to the id's row of
+    `grad_weight`.
 
-    The arguments are the same as for `reference.accumulate`, in bf16, fp16 or fp32, with any
-    strides. An id that is negative, or at least V, is ignored. If a table is split over ranks,
-    another rank stores the row of such an id. Otherwise, the forward lookup has already raised an
-    error for the id.
+    The sum, which includes the old row of `grad_weight`, is computed in fp32 and rounded once. The
+    arguments are the same as for `reference.accumulate`, in bf16, fp16 or fp32, with any strides.
+    An id that is negative, or at least V, is ignored. If a table is split over ranks, another rank
+    stores the row of such an id. Otherwise, the forward lookup has already raised an error for the
+    id.
     """
     from . import sorted_rows_kernels as kernels
 

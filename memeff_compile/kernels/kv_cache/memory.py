@@ -28,7 +28,7 @@ def bytes_after(
     """Return the bytes of the fp32 partial results that the kernel's programs write.
 
     `splits` is the result of `splits_for`, the number of programs among which the keys of a query
-    are divided. A single program writes no partial result.
+    are divided. If `splits` is 1, the kernel writes no partial result.
     """
     if splits == 1:
         return sympy.Integer(0)

@@ -104,8 +104,11 @@ def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
 
 
 def _cost(programs: int, tiles: int, splits: int, slots: int) -> float:
-    """Return the relative time of a launch in which programs beyond `slots` wait until others
-    end."""
+    """Predict the time of a launch, in multiples of the time that the programs of a full GPU take
+    for one tile each.
+
+    The GPU runs `slots` programs at once. Further programs wait until other programs end.
+    """
     waves, rest = divmod(programs, slots)
     time = waves + (max(rest / slots, _LEAST) if rest else 0.0)
     combine = _COMBINE + _COMBINE_PER_SHARE * splits if splits > 1 else 0.0

@@ -7,7 +7,8 @@ the hidden states, the op returns five numbers:
 
 - `nll`: logsumexp(z) - z[target];
 - `lse`: logsumexp(z), for a z-loss;
-- `logit_sum`: sum_j column_weight_j z_j, for label smoothing;
+- `logit_sum`: sum_j w_j z_j, for label smoothing, where w_j is the loss's weight of class j (the
+  argument `column_weight`) or 1;
 - `entropy`: -sum_j p_j log p_j with p = softmax(z);
 - `top`: the index of the largest z_j, or the first of these indices if several z_j are largest.
 

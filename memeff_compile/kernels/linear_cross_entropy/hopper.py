@@ -10,14 +10,14 @@ The backward pass usually processes blocks of R rows one after another. For each
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
 vocabulary. From G, the kernels compute the hidden-state gradient dE of these rows, and add the
 block's contribution to the weight gradient dC. Until the last block, the weight's gradient (dC) is
-stored in fp16, because its sums need three more bits than bf16 has. Every SLICE neighbouring
-numbers in a row of dC share a scale (a power of two).
+stored in fp16, because its sums need three more bits than bf16 has. In each row of dC, slices of
+SLICE (64) neighbouring numbers share a scale, which is a power of two.
 
 A backward pass by blocks of W classes takes less memory than one by blocks of rows, and supports
 fp16 and a workspace limit. For each block of classes, the kernels write the weight's gradient for
 these classes once. The hidden states' gradient is summed in fp32; each launch adds to each element
-once. With the minimal workspace, the logits' gradient and the fp32 sums use the weight gradient's
-memory.
+once. In the mode with the least temporary memory, the logits' gradient and the fp32 sums use the
+weight gradient's memory.
 
 A scalar loss takes three matrix products for each block of rows. The first product writes a matrix
 X, which contains the softmax probabilities up to one factor per row. X is in 16 bits and takes 2RV
@@ -264,10 +264,10 @@ class BackwardByClasses(Differentiating):
         Each row of the weight's gradient belongs to a class. First, the classes of the last rows
         contribute to the hidden states' gradient. Their own rows of the weight's gradient cannot be
         written yet. The memory of these rows contains the logits' gradient G and the fp32 sums of
-        the hidden states' gradient. So the logits of these classes are computed twice. The fp32
-        sums of the hidden states' gradient are freed when this gradient is complete. From then on,
-        the logits' gradient G is stored in the weight gradient's memory: only in rows that are not
-        yet written. When too few of these rows are left, G is stored in a spare buffer.
+        the hidden states' gradient. So the logits of the last rows' classes are computed twice. The
+        fp32 sums of the hidden states' gradient are freed when this gradient is complete. From then
+        on, the logits' gradient G is stored in the weight gradient's memory: only in rows that are
+        not yet written. When too few of these rows are left, G is stored in a spare buffer.
         """
         room = self.inside
         assert room is not None
@@ -401,8 +401,9 @@ class ByRows(RowWalk):
 
         For the hidden states' gradient (dE), X is multiplied by the weight. For the weight's
         gradient (dC), X is multiplied by the (R, D) matrix `factor`. Rows of `factor` after the
-        block's last row are zero or do not exist. The method uses the kernels that this Triton
-        version supports.
+        block's last row are zero or do not exist. For these products, the method uses a Gluon
+        kernel if the installed Triton version has Gluon. Otherwise the method uses a kernel in
+        plain Triton.
         """
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)

@@ -18,8 +18,8 @@ log-sum-exp (lse_i) is known.
 X lacks one factor per row. Kernels that compute gradients from X multiply row i of an operand, or
 of the result, by this factor. Let base_i be the number that was subtracted from the logits of row
 i, and lse_i the log-sum-exp of these logits. The factor of row i is exp(base_i - lse_i) times the
-derivative of the total loss with respect to the row's loss. Without a softcap, the factor also
-contains the scale of the logits.
+derivative of the total loss with respect to the row's loss. Without a softcap, this factor of row i
+also contains the scale of the logits.
 
 In the column of a row's target class, X contains (p - 1) * exp(lse_i - base_i), where p is the
 target's probability. With a softcap, this element of X is also multiplied by dz/ds. Here, dz/ds is
@@ -84,8 +84,8 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 def _place(tile, row_blocks, column_blocks, C: tl.constexpr):
     """Return the row block and the column block of the tile with a given number.
 
-    Tiles are numbered so that GROUP row blocks are processed together, with their rows and a few
-    column blocks in the L2 cache.
+    The numbering lets programs process the tiles of GROUP row blocks together. Then the operands of
+    these row blocks, and of a few column blocks, stay in the L2 cache.
     """
     group = tile // (C.GROUP * column_blocks)
     local = tile % (C.GROUP * column_blocks)

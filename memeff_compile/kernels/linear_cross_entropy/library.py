@@ -15,11 +15,11 @@ the products of a wide strip that G overwrites. If G overwrote the products, the
 depend on the order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes
-blocks of rows instead. For each block of rows, it multiplies hidden states and weight once, for all
-classes, and adds the adapter's product `low @ up.T`. A kernel computes the rows' statistics from
-this sum, and then the logits' gradient G from the same sum. G times the weight is the gradient of
-the block's hidden states (dE). G times `up` is the gradient of the block's `low` (the adapter's
-input to `up`). The gradient of `up` is summed over the blocks in fp32.
+blocks of rows, not blocks of classes. For each block of rows, it multiplies hidden states and
+weight once, for all classes, and adds the adapter's product `low @ up.T`. A kernel computes the
+rows' statistics from this sum, and then the logits' gradient G from the same sum. G times the
+weight is the gradient of the block's hidden states (dE). G times `up` is the gradient of the
+block's `low` (the adapter's input to `up`). The gradient of `up` is summed over the blocks in fp32.
 
 The CPU never waits for the GPU and reads no value from it. Which kernels are launched does not
 depend on the values in the tensors. So a CUDA graph can capture the calls. The kernels sum without

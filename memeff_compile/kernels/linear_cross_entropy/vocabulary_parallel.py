@@ -28,18 +28,19 @@ all ranks:
 A compiler does not see that the op `linear_cross_entropy_total_shard` itself gathers numbers. So a
 compiler could move the op past other collectives, in a different way on each rank. A compiler keeps
 the order of the collectives that it sees. So two other collectives fix the op's position: the
-`all_gather` before the op and the `all_gather` after it. All ranks use the total of the first rank.
+`all_gather` before the op and the `all_gather` after it. All ranks use the scalar loss (`total`)
+that the first rank computed.
 
 All ranks must have the same number of rows, so they first gather their row counts. If the counts
 differ, every rank raises an error. The shapes of the gathered tensors and the number of gathers
 depend only on these values:
 
 - the number of rows, and the classes of all ranks;
-- the dtype, the workspace and the kind of device.
+- the dtype, the memory limit `workspace`, and the kind of device (such as "cuda").
 
-So ranks may use different implementations. Each rank gets the gradient of its rows of the weight,
-and one summand of the gradient of the hidden states. The caller has to add up the summands of all
-ranks.
+These values do not include the implementation. So ranks may use different implementations of the
+loss. Each rank gets the gradient of its rows of the weight, and one summand of the gradient of the
+hidden states. The caller has to add up the summands of all ranks.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ def statistics(part: Part, counts: Tensor | None) -> Tensor:
 def _logits_of(part: Part, column: Tensor) -> Tensor:
     """Return the logit of one column for each row.
 
-    The order of the sum does not depend on the rank, so equal weight rows on two ranks give equal
-    logits.
+    A logit is a sum of products, over the features of a hidden state and a weight row. The order of
+    this sum does not depend on the rank, so equal weight rows on two ranks give equal logits.
     """
     hidden, weight, bias, *_ = part.whole
     dtype, rows = wide(hidden.dtype), column.numel()

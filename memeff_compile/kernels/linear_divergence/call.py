@@ -134,8 +134,8 @@ def wanted(
 ) -> tuple[bool, ...]:
     """Return which gradients to compute: none if `factors` is None.
 
-    `factors` is the gradient with respect to the call's per-row results (`Found.rows`), with one
-    number per element."""
+    `factors` is the loss's gradient with respect to the call's per-row results (`Found.rows`). It
+    has one number for each element of these results."""
     return tuple(
         each and factors is not None and (place < 2 or given.bias is not None)
         for place, each in enumerate(mask)

@@ -46,8 +46,8 @@ def bytes_before(
 
     Inductor keeps the logits of student and teacher, and overwrites one of these two tensors with
     the gradient. Eager PyTorch also keeps the log-probabilities of student and teacher, and the
-    divergence of every class. If gradients follow in eager mode, the formula counts one more N x V
-    tensor, for gradients.
+    divergence of every class. If `training` is true, the formula for eager PyTorch counts one more
+    N x V tensor, for gradients.
     """
     per_logit = dtype.itemsize + teacher_bytes
     if not compiled:
@@ -103,8 +103,8 @@ def bytes_after(rows: Size, held: Size) -> sympy.Expr:
 
 
 def cost_of_few_rows(rows: int) -> str:
-    """Return a remark for the report if the call has so few rows that the op is slower than
-    Inductor.
+    """Return a remark for memeff_compile's report of rewrites if the call has so few rows that the
+    op is slower than Inductor.
 
     The probable cause is a kernel that Inductor's code does not need. The kernel multiplies the
     weight's gradient by a single number: the gradient that autograd passes in for the loss. At 2048

@@ -261,12 +261,11 @@ def _turn_vector(places, step, COUNT: tl.constexpr):
 
 @triton.jit
 def _settle_channels(samples_ptr, sums_ptr, found_ptr, scale, counts, C: tl.constexpr):
-    """Write the factors by which the channels of queries and keys are multiplied, and the common
-    direction of the queries.
+    """Write the factors by which the channels of queries and keys are multiplied. Also write the
+    common direction of the queries: the direction of the sum of the sampled queries.
 
-    The common direction is the direction of the sum of the sampled queries. The stored direction is
-    zero if the common direction has only a small share of the queries' energy (sum of squares). For
-    the common direction, the kernel stores:
+    The stored direction is zero if the common direction has only a small share of the queries'
+    energy (sum of squares). For the common direction, the kernel stores:
 
     - the direction and its Hadamard transform;
     - the reciprocal of the number of sampled queries;
@@ -336,7 +335,7 @@ def _quantized_attention_prepare_settle_kernel(
     """Compute the mean of the keys, and the scale and mean of the values.
 
     Also compute the factors by which the channels of queries and keys are multiplied, and the
-    common direction of the queries.
+    direction of the sum of the sampled queries.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
