@@ -73,8 +73,8 @@ class Calibration(VerbReport, dict[str, Any]):
     - `share` and `by` replace `min_score` if you passed `share`;
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
       that compares the two levels from which `calibrate_attention` chose. The number is the change
-      of the model's output at the first level minus its change at the second level, as the mean
-      over inputs.
+      of the model's output at the first level minus its change at the second level. The number is a
+      mean over inputs.
     """
 
     def __str__(self) -> str:
