@@ -11,9 +11,9 @@ gradient of such rows of logits. Like `Head`, `FusedRows` is compact: it contain
 row instead of one number per class. The backward pass of the deferred logits passes `FusedRows` to
 the fused loss op. The op computes the gradients of the hidden states and the output projection.
 
-Losses that code outside of the compiled graph computes from deferred logits call the fused loss op
-only through this module. This module always uses the op's exact mode. The lossy modes of
-memeff.linear_cross_entropy apply only inside the graph.
+Code outside of the compiled graph may compute a loss from deferred logits. Such a loss calls the
+fused loss op only through this module. This module always uses the op's exact mode. The lossy modes
+of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations

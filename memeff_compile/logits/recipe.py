@@ -100,8 +100,8 @@ class LogitsRecipe:
     The steps are:
 
     - ("to", dtype), ("mul", number), ("div", number) and ("tanh", None);
-    - ("bias", None), which adds the first tensor of `vectors` that no earlier step has used.
-      `vectors` is an argument of the method `logits`. If adding the bias changes the dtype of the
+    - ("bias", None), which adds a bias. The bias is the first tensor in the argument `vectors` of
+      the method `logits` that no earlier step has used. If adding the bias changes the dtype of the
       logits, the step is ("bias", new dtype) instead of ("bias", None).
     - ("adapter", Adapter), which adds a LoRA adapter's product. The next two unused tensors of
       `vectors` are the adapter's matrices A and B. Adapters come before all other steps.
@@ -109,7 +109,7 @@ class LogitsRecipe:
       including, `stop`. `count` is the number of classes before this step.
     - ("log_softmax", None), ("exp", None) and ("times_exp", None), which is x * exp(x). These three
       steps appear only if code outside of the compiled graph computes log-probabilities of deferred
-      logits.
+      logits (logits that are computed when first read).
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))

@@ -308,13 +308,15 @@ def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None
     """Return the sum of two gradients as a `RowGradient`, or None if the caller has to add dense
     tensors.
 
-    If neither gradient contains `FusedRows`, the result is None in these cases:
+    If neither gradient contains `FusedRows` (a few numbers per row instead of one per class), the
+    result is None in these cases:
 
     - one of the gradients is dense;
     - the two gradients together contain at least as many rows as a dense gradient.
 
-    If one of the gradients contains `FusedRows`, the result is a `RowGradient`. Neither a dense
-    second gradient nor a large number of rows changes the type of this result."""
+    If one of the gradients contains `FusedRows` (a few numbers per row instead of one per class),
+    the result is a `RowGradient`. Neither a dense second gradient nor a large number of rows
+    changes the type of this result."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
@@ -414,8 +416,9 @@ def _together(
     """Join several gradients into one `RowGradient`; return None if one of them is no
     `RowGradient`.
 
-    If `FusedRows.joined` can join the gradients, the result contains one `FusedRows`. Otherwise the
-    result contains the gradients as separate summands.
+    A gradient may be one `FusedRows`: a few numbers per row instead of one per class. If all
+    gradients are such `FusedRows` and of the same kind, the result contains one `FusedRows` for all
+    rows. Otherwise the result contains the gradients as separate summands.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -4,7 +4,8 @@
     compiled.forward.aot_compile(((x,), {})).save_compiled_function(path)
 
 PyTorch saves the inner compiler's result (the artifact). The file also contains the wrappers that
-turn the graph's outputs into the model's outputs, such as those that create deferred logits.
+turn the graph's outputs into the model's outputs, such as the wrappers that create deferred logits
+(logits that are computed when first read).
 """
 
 from __future__ import annotations

@@ -136,10 +136,10 @@ class LogitsSource:
 
     @compat.untraced
     def record_gradients_of(self, results: Iterable[Any]) -> None:
-        """Make the compilation's report list an op as a loss as soon as a backward pass goes
-        through one of `results`.
+        """Register a hook that runs when a backward pass goes through one of `results`.
 
-        The op is the one that read the logits last.
+        The hook marks an op in the compilation's report as a part of a loss. This op is the one
+        that read the logits last.
         """
         use, reason = self.use, self.read_by
         if use is not None and reason and not use.has_gradient(reason):

@@ -106,10 +106,10 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor with a separate `Memory`; the steps in `recipe` compute its
-        values from the same hidden states.
+        """Return a deferred tensor that shares no `Memory` with `self`.
 
-        If the values of this tensor already exist, `function` computes the new values from them.
+        The steps in `recipe` compute the new tensor's values from the hidden states of `self`. If
+        the values of `self` already exist, `function` computes the new tensor's values from them.
         `is_whole` says that the new tensor contains all rows, in order.
         """
         memory = self.memory
@@ -575,7 +575,8 @@ def _function(
 def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSource]:
     """Return the `LogitsSource` of each deferred argument that needs a gradient.
 
-    Also delete the record (`read_by`) of the op that last read the logits of this source.
+    For each of these sources, also clear the field `read_by`. This field names the op that last
+    read the source's logits.
     """
     if not torch.is_grad_enabled():
         return []
@@ -587,8 +588,9 @@ def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSourc
 
 
 def _record_gradients(sources: Sequence[LogitsSource], result: Any) -> None:
-    """Make the compilation's report list a function as a loss as soon as a backward pass goes
-    through the function's result.
+    """Register a hook that marks a function in the compilation's report as a part of a loss.
+
+    The hook runs when a backward pass goes through the function's result.
 
     Functions that compute a metric read logits too. Only a backward pass shows whether the result
     of a function is a part of a loss.

@@ -1,8 +1,9 @@
 """Compute the logits of an output projection that DTensor splits over ranks, on all ranks together.
 
-Each rank has a shard of the projection's weight. A read on only one rank, for example to print a
-sample on rank 0, would wait for the other ranks forever. So such a read raises an error
-immediately. Call `full_tensor()` on every rank instead, as for a DTensor.
+Each rank has a shard of the projection's weight. If only rank 0 read the logits, for example to
+print a sample, rank 0 would wait for the other ranks forever. So a read that computes the logits
+without `full_tensor()` raises an error immediately. Call `full_tensor()` on every rank instead, as
+for a DTensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The interface through which losses outside of the compiled graph use deferred logits.
+"""The interface through which losses outside of the compiled graph use deferred logits (logits that
+are computed when first read).
 
-The values of deferred logits are computed on first use. The class `DeferredLogits` in the module
-`logits/tensor.py` implements this interface.
+The class `DeferredLogits` in the module `logits/tensor.py` implements this interface.
 """
 
 from __future__ import annotations

@@ -124,8 +124,11 @@ class Settings:
 
     @property
     def widest(self) -> int:
-        """Return the largest number that can be encoded, in units of codes: half a step above the
-        largest code."""
+        """Return the largest magnitude that a number may have before it is rounded to a code.
+
+        This magnitude is counted in units of codes. If all codes are odd, it is 16, half a step
+        more than the largest code. Otherwise it is the largest code.
+        """
         return self.limit + self.is_odd
 
     @property
@@ -168,8 +171,8 @@ class Values:
         """Return the number that is subtracted from the running maximum of the scores.
 
         The running maximum minus this offset is subtracted from every score. A softmax weight is 2
-        to the power of the result. So no softmax weight is larger than this format's field `top`
-        (448 for E4M3).
+        to the power of the result. So no softmax weight is larger than the field `top` of the
+        number format (448 for E4M3).
         """
         return math.floor(1000.0 * math.log2(self.top)) / 1000.0
 
@@ -177,7 +180,7 @@ class Values:
         """Return `x`, rounded to this number format.
 
         `x` contains softmax weights or values in fp32. They are scaled so that no absolute value is
-        larger than this format's field `top` (448 for E4M3).
+        larger than the field `top` of the number format (448 for E4M3).
         """
         if self.dtype is None:
             return x
@@ -237,7 +240,7 @@ position."""
 
 
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Return the group index of each query and of each key, (L,) int64 each.
+    """Return two int64 tensors: the group index of each query, and the group index of each key.
 
     The rows of a group share a scale.
     """

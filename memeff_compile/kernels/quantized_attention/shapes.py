@@ -81,7 +81,10 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 
 
 def channels_together(wide: int) -> int:
-    """Return how many channels each step sums when keys are multiplied by the queries' means."""
+    """Return how many channels a kernel sums in each iteration of its loop over channels.
+
+    The kernel multiplies keys by the queries' means.
+    """
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
 

@@ -361,8 +361,8 @@ def _operands(
 ) -> tuple[Any, ...]:
     """Return the first arguments of the attention kernel.
 
-    The codes of q, k and v come last. They are wrapped in descriptors if the GPU loads tiles
-    through descriptors.
+    The last of these arguments are the codes of q, k and v. They are wrapped in descriptors if the
+    GPU loads tiles through descriptors.
 
     Before the codes, the result contains the arguments with which the attention kernel can encode
     the queries itself: q with its strides, `k_mean` and `q_mean`. If one of these two means does

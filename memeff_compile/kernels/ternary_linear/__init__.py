@@ -1,8 +1,8 @@
 """Linears with 2-bit ternary weights, and 8-bit or 4-bit activations (BitNet b1.58, BitNet a4.8).
 
 In a model trained with ternary weights, each weight matrix has entries -1, 0 and 1 and one scale.
-Activations are integers with one scale per token. Without these ops, a compiler would multiply
-dense bf16 matrices.
+Activations are integers with one scale per token. Without the ops of this package, a compiler would
+multiply dense bf16 matrices.
 
 - `ternary_linear_pack` encodes weights as 2-bit codes, four to a byte.
 - `ternary_linear_repack` converts weights from the layout of transformers' BitNet checkpoints to

@@ -71,8 +71,9 @@ class Calibration(VerbReport, dict[str, Any]):
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
     - `share` and `by` replace `min_score` if you passed `share`;
-    - `changes` exists if `by` is "output". For each attention call, it contains how much more the
-      model's output changes at the first of the two levels than at the second. The number is the
+    - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
+      that compares the two levels from which `calibrate_attention` chose. The number is the change
+      of the model's output at the first level minus its change at the second level. The number is a
       mean over inputs.
     """
 
@@ -182,10 +183,11 @@ def calibrate_attention(
         share: An alternative to `min_score`: the share of all calls that gets the second of two
             levels, as in SageAttention2. The calls that do most harm at the first level get the
             second level.
-        levels: The levels to choose from, in this order. By default `8b` (INT8 scores) and
-            `8b+f16` (INT8 scores, fp16 attention weights and values). If no level reaches the
-            score, `exact` is chosen. With `share`, there must be two levels, by default `4b`
-            (4-bit scores) and `8b`. The second may be `exact`.
+        levels: The levels to choose from, in this order. By default `8b` (INT8 attention scores)
+            and `8b+f16` (INT8 attention scores, fp16 attention weights and values). If a call does
+            not reach `min_score` at any level, `exact` is chosen for this call. With `share`, there
+            must be two levels, by default `4b` (4-bit attention scores) and `8b`. The second may be
+            `exact`.
         by: With `share`, how the function measures the harm that a call does at the first level.
             With `by="output"`, the model runs twice more for each call and input. In these runs,
             only this call has the first or the second level. A call's harm is the output's change
@@ -390,8 +392,8 @@ def restart_attention_calls() -> None:
 
     A calibration may have a list of levels for an attention module, one per call. Successive calls
     use these levels in order. After the last level, the next call uses the first level again. Call
-    this function after a loop that was interrupted. You need not call it after a loop that
-    completes as many calls as the calibration had.
+    this function if a loop that runs the model, such as a sampling loop, was interrupted. You need
+    not call this function after a loop that completes as many calls as the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """

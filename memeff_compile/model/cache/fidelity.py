@@ -86,8 +86,8 @@ class FidelityReport(VerbReport):
             fitted to all inputs. The first of a pair's two tensors, (heads, 2, depth, depth), has
             the rotations of keys and of values. The second has the matching head of the lower layer
             for each head of the upper layer. A cache that is created with
-            `MiniCache(fidelity=report)` uses these maps from its first token on. The JSON does not
-            contain the maps.
+            `MiniCache(fidelity=report)` takes its first rotations and matching heads from `maps`.
+            The JSON does not contain `maps`.
     """
 
     settings: dict[str, Any]
@@ -142,7 +142,7 @@ class FidelityReport(VerbReport):
         return best[0][0], best[-1][1] + 1
 
     def _other_layers(self) -> str:
-        """Return advice to merge other layers, or "".
+        """Return advice to merge layers other than those that the measured cache merges, or "".
 
         There is advice only under two conditions. Each pair of layers was measured alone, and other
         pairs cost less accuracy than the pairs that the measured cache merges.

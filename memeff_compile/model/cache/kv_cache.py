@@ -1,9 +1,9 @@
 """A low-bit KV cache for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
 
 Old tokens are stored as codes of 8, 4, 3 or 2 bits; the latest tokens and the first few tokens stay
-exact. Layers with a sliding window store all their tokens exactly. Without the backend, each step
-of generation first converts all codes back to keys and values. Results are then correct, but
-generation is slower. With the backend, attention reads the codes directly
+exact. Layers with a sliding window store all their tokens exactly. Without the backend "memeff",
+each step of generation first converts all codes back to keys and values. Results are then correct,
+but generation is slower. With the backend "memeff", attention reads the codes directly
 (passes/compress_kv_cache.py).
 
 This module needs transformers, and imports it.
@@ -167,7 +167,7 @@ class KVCache(Cache):
         - `layers`: the numbers of the pair's two layers;
         - `merged`: the number of merged tokens;
         - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not
-          counting the exact first tokens;
+          counting a sequence's first `keep_first` tokens, which always stay exact;
         - `left_over`: the mean number of tokens per sequence and head that did not fit into the
           memory for unmerged tokens.
         """
@@ -194,8 +194,8 @@ class KVCache(Cache):
         """Let a prompt of one token run as a decoding step, so that Dynamo compiles no separate
         graph for such a prompt.
 
-        This method skips caches that compiled code cannot use. Attention over such a cache has no
-        mask, so a prompt of one token would also attend to empty positions.
+        If compiled code cannot use this cache, the method does nothing. Attention over such a cache
+        has no mask, so a prompt of one token would also attend to empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -493,8 +493,8 @@ def for_any_length(call: Callable[..., Untyped]) -> Callable[..., Untyped]:
     """Wrap the compiled call of a model so that it accepts prompts and caches of any length.
 
     Even the first graphs that are compiled for the call accept any length. Layers with a sliding
-    window make room for a new token before the compiled step runs. So one compiled step works
-    whether the windows are full or not.
+    window make room for a new token before the compiled step runs. So one compiled version of the
+    step works whether the windows are full or not.
     """
 
     def run(*args: object, **kwargs: Untyped) -> Untyped:
@@ -673,9 +673,9 @@ def use_kv_cache_(
 
     A `generate` call to which you pass a cache, or `use_cache=False`, is not affected. Cache
     lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
-    later calls. On a GPU, generate() itself compiles the decoding step, with this backend unless
-    you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies of
-    the model inherit the setting.
+    later calls. On a GPU, generate() itself compiles the decoding step, with the backend "memeff"
+    unless you choose another one. The most recent `use_kv_cache_` applies until you undo it. Copies
+    of the model inherit the setting.
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.

@@ -290,8 +290,8 @@ class WindowLayer(AsTheyCome):
     New tokens are written after the existing ones. When new tokens do not fit, the layer copies the
     tokens of the window to the front of the memory. With more memory, this copy happens less often.
     The attention mask hides tokens outside of the window. The layer counts its tokens twice: on the
-    CPU, for masks, and on the device, for write positions. If the cache is not longer than this
-    layer's memory, no token ever leaves the layer.
+    CPU, for masks, and on the device, for write positions. If all `max_cache_len` tokens of a cache
+    fit into the layer's memory, no token ever leaves the layer.
     """
 
     buffers = held = long = "keys", "values"
@@ -368,8 +368,8 @@ class WindowLayer(AsTheyCome):
         """Copy the window's tokens to the front of the memory if `new` more tokens do not fit
         after the existing ones.
 
-        This method runs before the compiled decoding step, so that the step only appends tokens,
-        and a single compiled step is enough.
+        This method runs before the compiled decoding step, so that the step only appends tokens.
+        One compiled version of the step then works whether the memory is full or not.
         """
         if self.is_empty or self.filled + new <= self.room + _NONE or self.kept + new > self.room:
             return
@@ -515,7 +515,8 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors that align this layer with the other layer of its merged pair.
+        """Return the tensors, such as rotations, that align this layer with the layer that it is
+        merged with.
 
         These tensors are the last arguments of the cache ops. The result is empty if the layer has
         no such tensors.
@@ -540,7 +541,8 @@ class CodedLayer(InPlace):
     def keeps(self, remove: int) -> str | None:
         """Return the reason why the last `remove` tokens cannot be removed, or None.
 
-        Tokens that are already encoded or merged cannot be removed.
+        A token cannot be removed after its keys and values are stored as codes, or merged with
+        those of another layer.
         """
         if remove == 0 or self.is_empty:
             return None
@@ -574,8 +576,8 @@ class CodedLayer(InPlace):
 
 
 class Starts:
-    """The position at which each sequence starts (after its padding), and the positions of the
-    first tokens that stay exact. All layers of a cache share one `Starts`."""
+    """The position at which each sequence starts (after its padding), and the positions of its
+    first `keep_first` tokens, which stay exact. All layers of a cache share one `Starts`."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
@@ -617,7 +619,8 @@ class Starts:
         self.span = torch.empty(0, 0, tokens, device=device)
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return, for each sequence, the positions of the first tokens that stay exact."""
+        """Return, for each sequence, the positions of its first `keep_first` tokens, which stay
+        exact."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 

@@ -93,8 +93,9 @@ class Pair:
     def kept(self) -> dict[str, float]:
         """Return two numbers of tokens per sequence and head.
 
-        `kept` is the number of tokens that stay unmerged, without the exact first tokens.
-        `left_over` is the number of tokens that should have stayed unmerged but did not fit."""
+        `kept` is the number of unmerged tokens, not counting a sequence's first `keep_first`
+        tokens, which always stay exact. `left_over` is the number of tokens that were merged only
+        because they did not fit into the memory for unmerged tokens."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -265,7 +266,11 @@ class MergedLayer(CodedLayer):
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values as plain tensors, including tokens that wait for the upper
-        layer; return nan if the tokens do not fit."""
+        layer.
+
+        If the waiting tokens do not fit into the cache, the result contains nan instead of their
+        keys and values.
+        """
         if self.pair.parked is None:
             return self._view()
         length, new = self.counts[op_folder.LENGTH], key_states.shape[2]

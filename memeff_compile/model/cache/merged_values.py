@@ -41,9 +41,9 @@ class ValuesPair(Pair):
     def clear(self, starts: Tensor) -> None:
         """Remove the tokens that wait for the upper layer, and reset the tensors that align layers.
 
-        The rotations, and the assignment of the upper layer's heads to heads of the lower layer,
-        are taken from the fidelity report. Without a report, they become the identity. The layers'
-        mean values, which are subtracted before the merge, become zero.
+        The rotations and the pairing of the two layers' heads are copied from the report passed as
+        `MiniCache(fidelity=...)`. Without a report, they become the identity. The layers' mean
+        values, which are subtracted before the merge, become zero.
         """
         self.parked = None
         maps = self.maps()

@@ -52,9 +52,10 @@ class Measured(Protocol):
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """Return the maps that align the layers of each pair, as fitted to the report's inputs.
+        """Return the tensors (maps) that align the two layers of each pair.
 
-        A pair has two tensors:
+        These tensors are fitted to the inputs on which the similarity of layers was measured. A
+        pair has two tensors:
 
         - (H, 2, D, D): the rotations of keys and values;
         - (H,): the lower layer's head for each head of the upper layer.

@@ -104,12 +104,14 @@ def ternarize_(
         skip: Patterns for paths of modules that stay dense. `verb_report` names each pattern that
             matches no module.
         activation: "relu2" puts the squared ReLU of BitNet a4.8 into every gated MLP, and its name
-            into the model's config. You must train the model afterwards. None leaves activation
-            functions unchanged. The recipes "a4.8" and "a4.8-fp4" were designed for the squared
-            ReLU. With one of these two recipes and `activation=None`, `verb_report` names the
-            activation functions of gated MLPs that are not the squared ReLU.
+            into the model's config. You must train the model afterwards. If `activation` is
+            None, activation functions stay unchanged. The recipes "a4.8" and "a4.8-fp4" were
+            designed for the squared ReLU. With one of these two recipes and `activation=None`,
+            `verb_report` names the activation functions of gated MLPs that are not the squared
+            ReLU.
         low_bit_heads: The number of bits of keys and values in attention, or the settings of
-            `use_low_bit_heads_` as a mapping. None leaves attention unchanged.
+            `use_low_bit_heads_` as a mapping. If `low_bit_heads` is None, attention stays
+            unchanged.
 
     Raises:
         OptionError: The recipe or a kind is unknown. The model has no linear layer to change, or
