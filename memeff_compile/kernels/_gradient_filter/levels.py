@@ -57,7 +57,8 @@ def filter_level(gradient_filter: str, level: float) -> float:
     For the filter `mass`, the threshold is tau: the largest probability mass that a row may lose.
     For the other filters, the threshold is eps. The filter `block` drops a class only if the
     class's probability is below eps in every row of a group. The filter `published` compares
-    |probability - 1(target)| with eps."""
+    |probability - 1(target)| with eps. With a softcap, all filters first multiply each probability
+    by the slope of the cap (at most 1)."""
     if level > 0:
         return level
     return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS

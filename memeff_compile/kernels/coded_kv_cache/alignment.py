@@ -10,8 +10,9 @@ differ mostly by a mean and a rotation. A pair of layers has these maps:
 
 An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
 where `turn` is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its
-matching head in the lower layer. If a cache merges two layers, both layers share some tensors. In
-these tensors, the heads are ordered by slot.
+matching head in the lower layer. If a cache merges two layers, both layers share some tensors. The
+`norms` of `layout.SharedValues` are in the order of the upper layer's heads. In all other shared
+tensors, the heads are ordered by slot.
 
 The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """

@@ -167,8 +167,8 @@ def align_prompt(
     """Apply the linear maps that make two layers' keys and values similar, and return the results
     in fp32.
 
-    The results have the same order as those of `alignment.aligned`: by slot (head of the lower
-    layer).
+    The function returns the same aligned rows as `alignment.aligned`, but first the keys of both
+    layers, then the values. The heads are ordered by slot (head of the lower layer).
     """
     from . import alignment_kernels as kernels
 

@@ -245,9 +245,9 @@ def _fake_append(*args: Any) -> None:
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Return a layer's linear maps from the last arguments of an op.
 
-    The maps make the keys and values of this layer and another layer similar. The maps are means,
-    rotations and the indices of matching heads. The result contains None for each map that the op
-    did not get.
+    The maps make the keys and values, or only the values, of this layer and another layer similar.
+    The maps are means, rotations and the indices of matching heads. The result contains None for
+    each map that the op did not get.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
@@ -257,8 +257,9 @@ def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
     """Return a sentence that says why a layer's linear maps do not fit its cache, or None if the
     maps fit.
 
-    The maps make the keys and values of this layer and another layer similar. The function checks
-    the shapes, dtypes, devices and memory layout of the maps.
+    The maps make the keys and values, or only the values, of this layer and another layer similar.
+    The function checks the shapes, dtypes, devices and memory layout of the maps. It also checks
+    which maps are passed together.
     """
     batch, heads, _, depth = window.shape
     means, turns, slots = maps
