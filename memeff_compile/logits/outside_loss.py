@@ -725,7 +725,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
     """Return the deferred product p log p of log-probabilities and the probabilities p that were
     computed from them.
 
-    For other factors, return NotImplemented.
+    For other factors, and if `out` is passed, return NotImplemented.
     """
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:

@@ -416,9 +416,9 @@ def _together(
     """Join several gradients into one `RowGradient`; return None if one of them is no
     `RowGradient`.
 
-    A gradient may be one `FusedRows`: a few numbers per row instead of one per class. If all
-    gradients are such `FusedRows` and of the same kind, the result contains one `FusedRows` for all
-    rows. Otherwise the result contains the gradients as separate summands.
+    A gradient may consist of one `FusedRows`: a few numbers per row instead of one per class. If
+    all gradients do, and `FusedRows.joined` can join them, the result contains one `FusedRows`.
+    Otherwise the result contains the gradients as separate summands.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

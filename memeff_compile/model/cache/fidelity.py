@@ -86,7 +86,7 @@ class FidelityReport(VerbReport):
             fitted to all inputs. The first of a pair's two tensors, (heads, 2, depth, depth), has
             the rotations of keys and of values. The second has the matching head of the lower layer
             for each head of the upper layer. A cache that is created with
-            `MiniCache(fidelity=report)` takes its first rotations and matching heads from `maps`.
+            `MiniCache(fidelity=report)` starts with the rotations and matching heads in `maps`.
             The JSON does not contain `maps`.
     """
 
