@@ -104,8 +104,11 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _suggest_of_all(name: str, candidates: Collection[str]) -> str:
-    """Return text that names the most similar candidate and the page with all names; if no
-    candidate is similar, the text lists all candidates."""
+    """Return text that names the most similar option, and the command `memeff options`, which lists
+    all options.
+
+    If no option in `candidates` is similar to `name`, the text itself lists all candidates.
+    """
     nearest = _suggest(name, candidates)
     if nearest:
         return f"{nearest} `memeff options` lists all of them."

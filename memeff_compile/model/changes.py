@@ -62,7 +62,7 @@ class Changes(VerbReport, int):
         return "\n".join(lines)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return all details as JSON."""
+        """Return the function's name, the summary and the entries of `details()` as JSON."""
         said = {"verb": self.verb, "summary": self.summary}
         return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
 

@@ -63,7 +63,8 @@ class DeferLogits(GraphPass):
     name = "defer_logits"
 
     def find(self, info: GraphInfo) -> Iterable[outputs.Returned | Decline]:
-        """Yield one match for each output projection whose logits the graph only returns.
+        """Yield one match for each output projection whose logits the graph returns and uses for
+        nothing else.
 
         Also yield a note for each linear layer that is too narrow to count as an output projection.
         """

@@ -20,9 +20,9 @@ op returns the sum and its gradients. The op then needs four matrix products in 
 does more than mask, scale and sum a divergence's numbers, the backward pass computes the logits
 again. The backward pass also computes them again for fp16 and inside activation checkpoints.
 
-The second kind of match (second example) reads the log-probabilities of k classes per row
-(`losses/classes.py`). A teacher often provides only its k most likely classes. The nodes that
-compute a loss from the k log-probabilities stay in the graph.
+The second kind of match is a gather that reads the log-probabilities of k classes per row, as in
+the second example. `losses/classes.py` recognises such gathers. A teacher often provides only its k
+most likely classes. The nodes that compute a loss from the k log-probabilities stay in the graph.
 
 The pass declines if one of these conditions holds:
 

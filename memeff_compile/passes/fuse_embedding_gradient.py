@@ -284,8 +284,8 @@ def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
     Such a node is a fused loss op, or a cast or slice of `weight` that only fused loss ops read. A
     slice takes the weight's rows of some classes. The function does not return casts of `weight` to
-    a narrower dtype. With such a cast, the gradient would be stored in the wider dtype of `weight`
-    during the whole backward pass.
+    a narrower dtype. If it returned such a cast, the gradient would be stored in the wider dtype of
+    `weight` during the whole backward pass.
     """
     later = [user for user in weight.users if info.positions[user] >= info.positions[last]]
     trained = [user for user in later if info.regions[user].grad]

@@ -17,7 +17,7 @@ Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), 
 
 A *site* is one output projection and every consumer of its logits that the fused op supports:
 
-- cross_entropy, and log_softmax + nll_loss or gather;
+- cross_entropy, log_softmax followed by nll_loss, and log_softmax followed by gather;
 - logsumexp (z-loss);
 - metrics of the same logits (argmax, entropy, losses without a gradient).
 
@@ -29,7 +29,8 @@ The pass declines if one of these conditions holds:
 
 - the targets are class probabilities;
 - a node that the fused op does not support uses the logits;
-- a node writes to the logits or to an operand in place before the loss;
+- between the output projection and the loss, a node writes in place to the logits or to the
+  projection's inputs;
 - some losses of the logits have gradients and others do not;
 - the weight is an integer tensor or a tensor subclass;
 - each class of the logits is multiplied by a different number;
@@ -345,7 +346,8 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     """Return the report's text about the fused op's implementation: its name and measured speed.
 
     A gradient filter drops classes with small gradients. If a filter is on, the text also names
-    the filter's bound, or says that the filter drops no classes here.
+    the filter's threshold. If the filter cannot drop any class of this match, the text says instead
+    that the gradients are exact.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

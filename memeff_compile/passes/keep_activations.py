@@ -12,8 +12,8 @@ The pass changes neither results nor nodes: it gives the checkpoint a policy, li
 backward pass may read values that linear steps, such as the rotary embedding, compute from a
 linear layer's result. If the backward pass does not read the result itself, the checkpoint saves
 the values of the linear steps instead. The backward pass then does not recompute the linear steps
-either. If the values of the linear steps are larger than the result, the checkpoint saves the
-result.
+either. If the values of the linear steps are larger than the linear layer's result, the checkpoint
+saves the layer's result.
 
 With a limit in bytes, the checkpoint saves the results whose recomputation would take the most time
 per byte. Among results with equal time per byte, those of later blocks come first. A linear layer's
@@ -126,8 +126,10 @@ class KeepActivations(GraphPass):
         return any(self.skipped(info, product.nodes[0]) for product in products)
 
     def _chosen(self, info: GraphInfo) -> Collection[Node]:
-        """Return the results that checkpoints save within the limit of bytes, over all checkpoints
-        of the graph."""
+        """Return the results that the graph's checkpoints save.
+
+        The limit in bytes applies to all checkpoints of the graph together.
+        """
         *_, root = info.outward()
         if "kept" not in root.notes:
             _, *bodies = root.inward()
@@ -276,12 +278,12 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return those nodes that the backward pass reads, among a linear layer's result and the linear
+    """Return the nodes whose values the backward pass reads: the linear layer itself, or linear
     steps (such as scales) that follow it.
 
     The backward pass does not read a result that is only added and returned. If
-    `memeff::gated_linear` reads one of these nodes, return no nodes, because that op overwrites the
-    node's value.
+    `memeff::gated_linear` reads the result of the linear layer or of a linear step, return no
+    nodes, because that op overwrites this result.
     """
     made, ways = dict.fromkeys([linear]), [linear]
     while ways:

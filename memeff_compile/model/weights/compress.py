@@ -135,7 +135,7 @@ class CompressionReport(VerbReport):
         return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return all details as JSON."""
+        """Return the result for each weight, and the notes, as JSON."""
         weights = [asdict(each) for each in self.weights]
         return json.dumps({"weights": weights, "notes": self.notes}, indent=indent)
 
@@ -509,8 +509,10 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
 
 
 def _runs(inputs: object, chosen: Sequence[_Place], codec: str) -> list[Any]:
-    """Return, for each run that computes Gram matrices of the linear layers' inputs, the model's
-    arguments."""
+    """Return a list with the model's arguments for each run.
+
+    The model runs so that Gram matrices of the linear layers' inputs can be computed.
+    """
     if parse(codec).is_lossless:
         raise OptionError(
             "compress_: inputs were given, and mantissa is 7, which keeps every bit: nothing is "

@@ -115,7 +115,9 @@ class Encode(ConversionOps):
 
 
 def _placeholder(weight: Tensor, device: torch.device | str) -> Tensor:
-    """Return a placeholder for a compressed weight; the placeholder's memory is a single number.
+    """Return a placeholder for a compressed weight.
+
+    The placeholder has the weight's shape, but takes only the memory of one number.
 
     accelerate reads the addresses of parameters when it distributes a model over several devices,
     and a compressed weight has no usable address.

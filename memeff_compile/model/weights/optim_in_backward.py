@@ -123,10 +123,10 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Announce that the gradients of all given parameters exist, and that their hooks will run
-        one after another.
+        """Tell this queue that the gradients of all given parameters exist.
 
-        The queue then collects the parameters that one kernel launch can update together.
+        The hooks that update these parameters are about to run, one after another. The queue then
+        collects the parameters that one kernel launch can update together.
         """
         with self.lock, compat.without_torch_function():
             self._encode()
@@ -187,10 +187,10 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the GPU, and check whether the codes of each queued value fitted.
+        """Wait for the GPU, and check whether each queued value's codes fitted into the memory of
+        the weight's old codes.
 
-        The codes of a new value must fit into the memory of the weight's old codes. Encode each
-        value again whose codes did not fit.
+        Encode each value again whose codes did not fit.
         """
         with self.lock:
             self._encode()

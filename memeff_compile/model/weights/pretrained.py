@@ -192,10 +192,10 @@ class MemeffQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *_: object) -> list[Any]:
         """Return the conversions from tensors in the saved folder to weights of the model.
 
-        If the folder contains a dense model, the model's own conversions are returned. If the
-        folder contains a compressed model, its tensors already have the names of the model's
-        parameters. Then a single conversion is returned, which joins the coded tensors of each
-        weight.
+        If the folder contains a dense model, the model's own conversions are returned. The
+        parameters of a compressed model are saved under their own names, and need no renaming. For
+        a folder with such a model, a single conversion is returned, which joins the coded tensors
+        of each weight.
         """
         if not self.pre_quantized or not self.quantization_config.weights:
             return weight_conversions

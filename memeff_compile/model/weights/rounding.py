@@ -35,10 +35,11 @@ GRAM_BYTES = 2 << 30
 
 
 def gram_groups(widths: Iterable[int]) -> Iterator[int]:
-    """Yield one number per run of the model: how many Gram matrices this run computes.
+    """Yield the number of weights in each group whose Gram matrices are computed together.
 
-    Each Gram matrix is computed from the inputs of the linear layers that use one weight. `widths`
-    are these layers' input widths, one per weight.
+    The model runs on all example inputs once per group. Each Gram matrix is computed from the
+    inputs of the linear layers that use one weight. `widths` are these layers' input widths, one
+    per weight.
     """
     count = held = 0
     for width in widths:
@@ -101,8 +102,8 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
     """Round a weight (V, D) to numbers that a lossy codec can store exactly.
 
-    The numbers are chosen so that the weight's products with the measured inputs lose little
-    precision. `gram` is the Gram matrix of these inputs.
+    The numbers are chosen so that the products of the weight and the inputs of its linear layers
+    lose little precision. `gram` is the Gram matrix of inputs that these layers got (see `grams`).
 
     A lossy codec divides the numbers of each block by the block's largest number. This number is
     not changed, and it remains the largest. Return None if all inputs are zero, or if an input or

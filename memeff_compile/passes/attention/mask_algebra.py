@@ -250,10 +250,10 @@ def negated(formula: Formula) -> Formula:
 
 
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
-    """Return the formula, simplified for the indices of the shape.
+    """Simplify a formula for tensors of shape `shape`, without changing its value at any index.
 
-    TRUE replaces each condition that holds at every index, and FALSE each condition that holds at
-    no index.
+    TRUE replaces each condition that is proved to hold at every index. FALSE replaces each
+    condition that is proved to hold at no index.
     """
     match formula:
         case AtLeastZero(total) | IsZero(total):
@@ -377,8 +377,8 @@ def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
     """Return a formula in which sums replace axis indices.
 
     The argument `scalar` is the formula of a tensor's element. The argument may also be a sum
-    (`Linear`) or a tensor's element (`Read`) in such a formula. The dictionary `by` maps each axis
-    index to its sum.
+    (`Linear`) or a tensor's element (`Read`) in such a formula. The dictionary `by` maps the number
+    of each axis to the sum that replaces the index along this axis.
     """
     if not isinstance(scalar, Linear):
         return rebuilt(scalar, lambda part: substituted(part, by))

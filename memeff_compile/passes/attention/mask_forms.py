@@ -194,11 +194,12 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
 
 
 def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Add a bound to the mask's conditions (`Form`). If the conditions already contain a bound of
-    the same kind, keep only the stricter one.
+    """Add a bound on the key's index to the mask's conditions (`Form`).
 
-    If it is not known which bound is stricter, the new bound is added to the field `rest`, which
-    contains other conditions.
+    The argument `name` is the bound's field in `Form`: `causal`, `window` or `keys`. If this field
+    already contains a bound, keep only the smaller number, which is the stricter bound. If it is
+    not known which bound is stricter, the new bound is added to the field `rest`, which contains
+    other conditions.
     """
     before = getattr(form, name)
     if before is None or compat.statically_true(value <= before):
@@ -269,9 +270,10 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
     """Replace comparisons of position ids by comparisons of token indices.
 
     The comparisons are replaced only if the formula also requires equal sequence ids of query and
-    key. `positions` maps each element of a tensor of sequence ids (a `Read`) to the position of the
-    same token. Where two neighbouring tokens have equal ids, the position increases by one. The
-    last two of the formula's `rank` axes are query and key.
+    key. The keys of the dictionary `positions` are elements of tensors of sequence ids (`Read`).
+    The dictionary's value for such an element is the position id of the same token. Where two
+    neighbouring tokens have equal sequence ids, the position id increases by one. The last two of
+    the formula's `rank` axes are query and key.
 
     Example: `ids[q] == ids[k] and P[k] <= P[q]` becomes `ids[q] == ids[k] and k <= q`.
     """

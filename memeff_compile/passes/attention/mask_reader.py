@@ -43,7 +43,11 @@ class Value:
     scalar: Scalar
 
     def scalar_at(self, index: Sequence[Linear]) -> Scalar:
-        """Return the element (a scalar formula) at an index, which is given as one sum per axis."""
+        """Return the formula of the tensor's element at `index`.
+
+        The index along each axis is a formula too: a sum (`Linear`), for example the index along
+        another tensor's axis plus a number.
+        """
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
 
@@ -483,10 +487,10 @@ def _index(given: _Operands) -> Value:
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
-    """Return the formula (a `Linear`) that gives an index tensor's element.
+    """Return the formula of an index tensor's element: a sum (`Linear`) of indices along axes.
 
-    The formula is a sum of axis indices of the indexing op's result. The tensor's elements must not
-    be negative, that is, must not count from the end."""
+    The axes are those of the indexing op's result. The index tensor's elements must not be
+    negative, that is, must not count from the end."""
     total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))

@@ -145,8 +145,7 @@ class _Writer:
         return self.editor.call(aten.full.default, [1, 1], value, **how)
 
     def sum(self, total: Linear) -> Node:
-        """Insert the nodes that compute an integer sum (`Linear`) of the mask's formula, in 64
-        bits."""
+        """Insert the nodes that compute `total`, an integer sum (`Linear`), in 64 bits."""
         call = self.editor.call
         found: Node | None = None
         for term, times in sorted(total.terms.items(), key=str):

@@ -117,10 +117,10 @@ def placed(
 
     Args:
         result: the axes of the attention result.
-        sizes: the sizes of the scores' axes. Batch and heads are separate axes here if at least one
-            tensor of the attention separates them.
-        may_split: whether joined axes of batch and heads may be split again, if views of the
-            operands had joined them.
+        sizes: the size of each axis of the scores. If any tensor between the attention's two matrix
+            products has separate axes for batch and heads, `sizes` contains both axes.
+        may_split: whether an axis of batch and heads may be split again, if views had joined the
+            two axes in all operands.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:

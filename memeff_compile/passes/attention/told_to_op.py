@@ -142,7 +142,8 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
     """Return the original graph's result for a query without any visible key.
 
-    Return the reason as a `Decline` if the pass does not know this result.
+    If the pass does not know this result, or the op cannot compute it, return a `Decline` that
+    names the reason.
     """
     if not form.empty or mask is None:
         return "zeros"

@@ -114,9 +114,11 @@ def kernels_chosen(
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the new result into the memory layout of the old one, if a later node may depend on it.
+    """Copy the new result into the old result's memory layout if a later node may depend on this
+    layout.
 
-    Return the new result unchanged if the layouts are equal or no later node depends on the layout.
+    If the layouts are equal, or if no later node depends on the old layout, return the new result
+    unchanged.
     """
     before, after = compat.example_value(old), compat.example_value(new)
     if same_shape(before.stride(), after.stride()) or not _depends_on_layout(old):

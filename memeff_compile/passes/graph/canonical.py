@@ -107,7 +107,8 @@ def read_write(node: Node) -> Call | None:
 def _written_where_true(target: Any, index: Any, value: Any) -> Call:
     """Represent `x[mask] = value` as a call of masked_fill.
 
-    The mask must have all axes of x, or all axes of x after leading colons, as in `x[:, mask]`.
+    The mask must have all axes of x, except leading axes for which the index has a colon, as in
+    `x[:, mask]`.
     """
     *leading, mask = index if isinstance(index, tuple) else (index,)
     _require(_is_tensor(target) and _is_tensor(mask))

@@ -35,9 +35,10 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 def starts(info: GraphInfo) -> tuple[Node, ...]:
     """Return the nodes at which a new partition of the graph starts; usually there are none.
 
-    A new partition starts where a block of the model begins. This partition and the previous one
-    must both compute gradients of weights that are updated during the backward pass. Graphs with
-    in-place writes or values of unknown size, and graphs that DDP already split, are not split.
+    A new partition starts only where a block of the model begins or ends. The graph is split there
+    only if the new and the previous partition both compute gradients of weights that
+    `optim_in_backward` updates. Graphs with in-place writes or values of unknown size, and graphs
+    that DDP already split, are not split.
     """
     updated = _updated(info)
     if not (updated and info.needs_grad) or info.parent is not None or info.writes:

@@ -2,9 +2,9 @@
 matches.
 
 A pass rewrites a match completely or not at all. If an edit would change a property (such as the
-dtype) of a value, all edits of the match are undone. Nodes outside of the match, or the code that
-calls the graph, could see this change. If a built-in pass raises an error, only the current match
-is undone and reported; the other matches are rewritten.
+dtype) of a value, all edits of the match are undone. If the edits remained, nodes outside of the
+match, or the code that calls the graph, could see the changed property. If a built-in pass raises
+an error, only the current match is undone and reported; the other matches are rewritten.
 """
 
 from __future__ import annotations
