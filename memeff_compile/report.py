@@ -1,5 +1,7 @@
-"""Reports of a compilation: the rewrites, the matches that passes declined to rewrite with the
-reasons, and the bytes that the rewrites save.
+"""Reports of a compilation.
+
+A report contains the rewrites, the bytes that the rewrites save, and the matches that passes did
+not rewrite, each with the reason.
 
 The backend records one `GraphReport` per compiled graph. `last_report()` returns the reports of the
 latest 64 graphs since the last `torch._dynamo.reset()`, as text (`print`) or JSON. Byte counts
@@ -231,7 +233,9 @@ class Record:
         return f"{verb}{number}{change}: {self._difference()} bytes{given}."
 
     def _difference(self) -> str:
-        """Return the formula as 'before - after', in that order (sympy would sort the terms)."""
+        """Return the formula of the saved bytes as text: 'bytes before - bytes after'.
+
+        Sympy would sort the terms of the difference, so this method joins the two texts itself."""
         if not self.bytes_after:
             return str(self.bytes_before)
         after = f"({self.bytes_after})" if self.bytes_after.is_Add else str(self.bytes_after)
@@ -741,8 +745,10 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 def _parse_formula(text: str) -> sympy.Expr:
-    """Parse the text of a formula for bytes, without `sympy.sympify`, which would evaluate code in
-    the text and treat N as a function.
+    """Parse the text of a formula for bytes, without `sympy.sympify`.
+
+    `sympy.sympify` would evaluate code in the text. It would also read a size that is named N as
+    sympy's function N.
     """
     import sympy
 

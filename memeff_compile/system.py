@@ -70,7 +70,7 @@ class Undone:
 
 
 class Graph(Protocol):
-    """The parts of a captured graph that a hook may read."""
+    """The parts of a captured graph that a system's functions in `Hooks` may read."""
 
     @property
     def placeholders(self) -> Sequence[Any]:

@@ -113,11 +113,11 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """Run autograd in isolation in this context, so that hooks, modes and compilers of the caller
-    do not see the operations that autograd runs.
+    """In this context, the caller's saved-tensor hooks and dispatch modes do not run for operations
+    of autograd, and compiled autograd is off.
 
-    Without isolation, the caller's hooks and modes would count or save temporary tensors, and
-    compilers would compile this internal backward pass.
+    Otherwise the caller's hooks and modes would count or save temporary tensors, and compiled
+    autograd would compile this internal backward pass.
     """
     from torch._dynamo import compiled_autograd
 

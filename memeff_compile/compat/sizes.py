@@ -35,7 +35,7 @@ def holds(condition: Any) -> bool:
 
 def known_number(value: Any) -> int | float | None:
     """Return a number unchanged; for a graph node whose value is a symbol, return the symbol's
-    current number.
+    value in the call for which the graph is compiled.
 
     The function adds no guard. A node's value may be a symbol, because with `dynamic=True` Dynamo
     turns numbers of a config into symbols. If the symbol is a tensor's size, the function returns

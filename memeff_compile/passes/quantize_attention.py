@@ -3,6 +3,8 @@
     before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
 
+With `ahead=0`, no query attends to a later key, as with is_causal=True.
+
 The pass runs after the pass recover_attention. The pass rewrites calls of PyTorch's attention
 without a mask, and calls of memeff::attention with any masking arguments. Paper: SageAttention2,
 arXiv 2411.10958.

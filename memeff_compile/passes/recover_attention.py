@@ -297,10 +297,11 @@ def _read_mask(
 
 
 def _chosen_by(info: GraphInfo, form: Form) -> str | None:
-    """Return the name of the indices if a mask consists of selected rows of a stored mask.
+    """If a mask consists of rows that a tensor of indices selects from a stored mask, return the
+    name of this tensor.
 
-    An example is `mask[None, None, input_pos]`. Return "" if the indices have no name, and None
-    for any other mask.
+    An example is `mask[None, None, input_pos]`. Return "" if the tensor of indices has no name, and
+    None for any other mask.
     """
     nodes = {each.node for part in (*form.tables, *form.rest) for each in reads_in(part)}
     for node in nodes:
@@ -398,8 +399,9 @@ def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
-    """Insert the new call in the dtype in which the original call computes, with or without
-    autocast."""
+    """Insert the new call, and cast its operands to the dtype of the original call's result.
+
+    Under autocast, the original queries, keys and values may have another dtype."""
     old = info.value(site.node)
     operands = (site.query, *(plan.bases or (site.key, site.value)))
     query, key, value = (operand.written(editor) for operand in operands)

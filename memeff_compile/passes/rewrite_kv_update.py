@@ -8,13 +8,15 @@ This op reads only the filled part of the cache.
     after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
             y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
 
-The pass keeps the in-place writes to the cache, in their order. `last` contains, for each query,
-the index of the last key that the query may attend to. Later keys do not affect the result. So for
-every boolean mask, the result equals that of attention over the whole cache with this mask. If the
-mask compares key indices with the positions of the queries, `last` is computed from these positions
-on the device. The mask is then removed. Any other boolean mask, such as the one that generate()
-builds outside of the graph, is passed to memeff::kv_cache_attention. In this case, `last` is
-computed from the mask once per forward pass.
+memeff.kv_cache_append also writes to the caches in place. The pass does not change the order of
+writes to the same cache.
+
+`last` contains, for each query, the index of the last key that the query may attend to. Later keys
+do not affect the result. So for every boolean mask, the result equals that of attention over the
+whole cache with this mask. If the mask compares key indices with the positions of the queries,
+`last` is computed from these positions on the device. The mask is then removed. Any other boolean
+mask, such as the one that generate() builds outside of the graph, is passed to
+memeff::kv_cache_attention. In this case, `last` is computed from the mask once per forward pass.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.
@@ -77,7 +79,8 @@ class Visible:
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call that reads caches to which the graph has written; its caches and mask."""
+    """An attention call that reads caches to which the graph has written, together with these
+    caches and the call's mask."""
 
     storages: frozenset[int]
     caches: tuple[Cache, ...] = ()
@@ -276,7 +279,7 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 
 
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
-    """Return whether `node` contains the numbers 0 to N - 1 along its last dimension."""
+    """Return whether `node` contains the numbers 0 to `keys` - 1 along its last dimension."""
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False

@@ -121,8 +121,9 @@ class TernarizeLinear(GraphPass):
         yield from self._mergeable(info)
 
     def _products(self, info: GraphInfo) -> Iterable[Group]:
-        """Yield calls with the same input and one packed weight each, if a single call can compute
-        all of them."""
+        """Yield groups of calls of `ternary_linear_product` that one call can replace.
+
+        The calls of a group have the same input, and each call has one packed weight."""
         groups: dict[Any, Group] = {}
         for node in info.visit(info.gm.graph.nodes):
             product = read_product(info, node)

@@ -108,8 +108,8 @@ def explain_cache(
     """Return the longest context and the largest batch that fit into memory, for each number of
     bits of a `KVCache`.
 
-    The function allocates no memory. Layers with a sliding window stay exact, whatever the number
-    of bits.
+    The function allocates no memory. The keys and values of a layer with a sliding window are not
+    quantised, whatever the number of bits.
 
     Args:
         model: a model of transformers, on any device, "meta" included.
@@ -121,8 +121,8 @@ def explain_cache(
         recent: as for `KVCache`.
         keep_first: as for `KVCache`.
         merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
-            low-bit codes. With 16 bits, `KVCache` refuses `MiniCache(values_only=True)`, and this
-            function counts all layers as separate.
+            low-bit codes. `KVCache` refuses `MiniCache(values_only=True)` with 16 bits. If you
+            pass this setting, the function's result for 16 bits counts all layers as unmerged.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
 
@@ -345,8 +345,8 @@ def _mode(
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
     """Return the bytes of the means and matrices that align the values of two merged layers.
 
-    The bytes are for one sequence. The two layers merge only their values and keep separate
-    keys."""
+    The bytes are for one sequence. The two merged layers share only directions of their values.
+    Each layer stores its own keys."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 

@@ -247,9 +247,11 @@ class Adapted(nn.Module):
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """Return a checkpointed copy of a model with adapters at every linear layer of its blocks; all
-    other parameters are frozen. This copy has its own parameter objects, so the original model's
-    parameters are not frozen.
+    """Return a copy of a model with activation checkpointing, and with an adapter at every linear
+    layer of its blocks.
+
+    All other parameters of the copy are frozen. This copy has its own parameter objects, so the
+    original model's parameters are not frozen.
     """
     memo: dict[int, object] = {id(p): p.detach() for p in model.buffers()}
     memo |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
@@ -300,8 +302,8 @@ def fit(
     This function allocates no tensors and compiles no code.
 
     Args:
-        model: a config.json, a folder with one, `module:function`, or a model of transformers
-            without checkpointing, on any device, "meta" included.
+        model: a config.json, a folder with one, `module:function`, or a model of transformers,
+            on any device, "meta" included. Gradient checkpointing must be off in this model.
         memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
             names.
         gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.

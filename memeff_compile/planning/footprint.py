@@ -163,7 +163,8 @@ def _largest(replay: _Replay) -> tuple[Moment, ...]:
 
 
 def _outside(found: Owned) -> Parts:
-    """Return the bytes of tensors outside of blocks at a moment of the step, by kind of tensor.
+    """Return the bytes of all tensors at a moment of the step when no block runs, by kind of
+    tensor.
 
     A captured block may represent several equal blocks of the model. The bytes of a tensor that
     belongs to this block are then multiplied by the number of these blocks.

@@ -242,9 +242,9 @@ def _as_in_the_paper(
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
     """Return the bytes of the tensors that exist on each of several GPUs at a moment of the step.
 
-    FSDP reduces a block's gradients after the block's backward pass, so the unsharded gradients of
-    two blocks exist at the same time. All other gradients exist unsharded until the end of the
-    backward pass.
+    FSDP may still reduce a block's gradients when the next block's backward pass runs. So the
+    unsharded gradients of two blocks exist at the same time. Gradients of weights outside all
+    blocks exist unsharded until the end of the backward pass.
     """
     if setting.shards == 1:
         return parts

@@ -39,11 +39,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Told:
-    """A batch size and a length that are easy to recognise in products.
+    """A batch size and a length that are easy to recognise as factors of a buffer's size.
 
-    No other size of the model is a multiple of them. So the factors of a buffer's size show how it
-    depends on batch size and length. If the batch size is 11 and the length 2039, the size 11 x
-    2039 can only be batch size x length.
+    No other size of the model is a multiple of either. So the factors of a buffer's size show how
+    this size depends on batch size and length. If the batch size is 11 and the length 2039, the
+    size 11 x 2039 can only be batch size x length.
     """
 
     batch: int | None = None  # None: sizes do not show how they grow with it
@@ -91,10 +91,10 @@ class Told:
 
 
 def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
-    """Return a prime number that divides no other size of the model, and no number close to such a
-    size.
+    """Return a prime number, for a batch size or length, that divides none of the model's sizes.
 
-    If possible, the prime is not larger than `near`.
+    `others` contains the model's sizes. The prime also divides no number that differs from such a
+    size by an offset in `apart_by`. If possible, the prime is not larger than `near`.
     """
 
     def fits(number: int) -> bool:

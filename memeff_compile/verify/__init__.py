@@ -1,1 +1,1 @@
-"""Compare a rewritten graph with the original graph at its first call."""
+"""In the first call of a rewritten graph, compare its results with those of the original graph."""

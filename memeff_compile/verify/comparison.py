@@ -4,10 +4,11 @@ The caller's state does not change:
 
 - tensors that a graph may write to are copied;
 - parameters are read through detached aliases;
-- gradients are computed from generated output gradients;
+- backward passes start from output gradients that the comparison generates;
 - the random state is restored.
 
-Hooks, modes and compilers of the caller do not see the comparison.
+The caller's saved-tensor hooks and dispatch modes do not run for operations of the comparison.
+Compiled autograd does not compile the backward passes of the comparison.
 """
 
 from __future__ import annotations
@@ -414,7 +415,7 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
     """Run a graph op by op, without a compiler such as Inductor. After a mismatch, this function
-    runs the original graph in place of the compiled one."""
+    runs the original graph in place of the compiled rewritten graph."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 
@@ -450,8 +451,9 @@ def _by_rows(output: Tensor) -> Tensor:
 def _gradients(
     outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
 ) -> list[Tensor | None] | None:
-    """Return the gradient of each input, computed from generated output gradients, which are equal
-    in every run.
+    """Return the gradient of each input.
+
+    This function generates the gradients of the outputs. They are equal in every run.
     """
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:
@@ -490,7 +492,7 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
     """Restore the current state of the random number generators when the context ends.
 
-    Yield a function that tells whether code drew random numbers.
+    Yield a function that returns whether any random numbers were drawn since the context began.
     """
     places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
     kinds = {device.type for device in places} or {"cuda"}

@@ -52,7 +52,8 @@ def verified(
 ) -> Compiled:
     """Return a callable that compares the original and the rewritten graph in its first call.
 
-    In every call, the callable runs one of the two graphs."""
+    Each call returns the results of the rewritten graph, or, after a mismatch, those of the
+    original graph."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
@@ -165,7 +166,9 @@ class _Verifier:
 def _to_whom(names: set[str]) -> str:
     """Return text that tells the user what to do about a wrong rewrite.
 
-    The user should report it, or correct or leave out a pass that the user wrote."""
+    If only passes of this package rewrote the graph, the user should report the wrong rewrite. If
+    only the user's own passes rewrote the graph, the user should correct these passes. Otherwise
+    the user should first compile without the user's own passes."""
     ours, theirs = names & set(PASS_NAMES), " and ".join(sorted(names - set(PASS_NAMES)))
     if not theirs:
         return "Please report it with the reproducer."

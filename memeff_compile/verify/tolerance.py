@@ -118,8 +118,8 @@ def gradient_gaps(
 
     `found`, `truth` and `own` have the same meaning as in `value_gap`. The gradients of each graph
     are from one backward pass. A difference is divided by the norm of the original graph's
-    gradient. If this gradient is far smaller than the others, the difference is divided by a
-    thousandth of the gradients' typical norm instead. A missing gradient counts as zero.
+    gradient. If this norm is less than a thousandth of the typical norm of all inputs' gradients,
+    that thousandth is the divisor instead. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []

@@ -1,7 +1,11 @@
-"""Recognize gathers of the log-probabilities of several classes per row; losses on a teacher's top
-k classes use such gathers.
+"""Recognize gathers of log-probabilities, probabilities or logits of several classes per row.
 
-    log_softmax(z)[..., i], softmax(z)[..., i] or z[..., i], written with gather or take_along_dim
+Losses on a teacher's top k classes use such gathers. The graph calls gather or take_along_dim to
+compute one of these results:
+
+    log_softmax(z)[..., i]
+    softmax(z)[..., i]
+    z[..., i]
 
 A gather of one class per row is recognized by `losses/tails.py` instead, and
 memeff::linear_cross_entropy computes its result.

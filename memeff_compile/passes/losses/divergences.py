@@ -205,9 +205,9 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize the sum or mean (chosen by `reduction`) of a divergence's terms, possibly
-        multiplied by numbers.
-        """
+        """Recognize the sum or mean (chosen by `reduction`) of a divergence's terms.
+
+        The graph may multiply this sum or mean by numbers."""
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -811,7 +811,9 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Recognize log(exp(left) + exp(right)) of two log-probabilities, each plus a constant."""
+    """Recognize log(exp(left) + exp(right)).
+
+    `left` and `right` are each the sum of a log-probability and a constant."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:

@@ -38,8 +38,10 @@ _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
 
 
 def filter_settings(options: Options) -> dict[str, float | str | bool]:
-    """Return the gradient filter's settings that differ from the fused op's defaults, as
-    arguments."""
+    """Return arguments for those settings of the gradient filter that differ from the fused op's
+    defaults.
+
+    A gradient filter drops parts of the loss's gradients that are small."""
     settings: dict[str, float | str | bool] = {
         "filter_level": options.filter_level,
         "filter_parts": options.linear_cross_entropy_parts,

@@ -134,8 +134,11 @@ class Step:
 
     With `dynamic=True`, `value` may be a number that the user passes to the compiled function. The
     field `symbol` is then the graph's node for this number. A guard on this node makes Dynamo
-    recompile if the number changes. `reading` contains the ATen calls of the node that move rows.
-    If another call of the node slices the classes, `whole` contains all calls.
+    recompile if the number changes.
+
+    One node may be equivalent to several ATen calls. The field `reading` contains those of these
+    calls that move rows. If another of these calls slices the classes, the field `whole` contains
+    all calls of the node.
     """
 
     node: Node

@@ -43,7 +43,8 @@ class Tail:
     - `mean_logit`: the sum of p times the logits;
     - `log_prob_sum` or `logit_sum`: the sum over the classes.
 
-    `reduction` is 0 for a number per row, 1 for their mean and 2 for their sum.
+    The field `reduction` is 0 if the result has one number per row. `reduction` is 1 for the mean
+    of the rows' numbers and 2 for the sum of the rows' numbers.
     """
 
     node: Node
@@ -441,8 +442,9 @@ class TailReader:
             return
 
     def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
-        """Recognize a gather of one class per row of any tensor, after which the last dimension may
-        be removed."""
+        """Recognize a gather of one class per row of any tensor.
+
+        After the gather, the graph may remove the last dimension, whose size is 1."""
         entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
         call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
         found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)

@@ -187,7 +187,10 @@ def _scattered(
 
 
 def _writes_of(info: GraphInfo, node: Node, reader: Node) -> list[Node] | None:
-    """Return the node that creates a tensor, and all writes to it before `reader`, or None."""
+    """Return the node that creates the tensor of `node`, and all writes to this tensor before
+    `reader`.
+
+    If the graph does not write to the tensor before `reader`, return None."""
     nodes = [node]
     while nodes[0].op == "call_method" and str(nodes[0].target) in ("fill_", "scatter_", "zero_"):
         given = nodes[0].args[0]

@@ -64,7 +64,9 @@ class _Chain:
         return node
 
     def number(self, value: Any) -> float:
-        """Return a value as a number; for a symbol, return its current number."""
+        """Return a value as a number.
+
+        For a symbol, return its value in the call for which the graph is compiled."""
         found = compat.known_number(value)
         if found is None:
             raise _Misfit("learned_scale", "one of its constants is computed")
@@ -95,8 +97,11 @@ def may_round(gm: GraphModule) -> bool:
 
 
 def rounds(node: Any) -> bool:
-    """Return whether a node, or one of the few nodes from which its value is computed, rounds a
-    value or takes its sign."""
+    """Return whether a node, or a node from which its value is computed, rounds a value or takes
+    its sign.
+
+    The search goes back over at most `_STEPS` nodes. The search stops at `linear`, `matmul`,
+    `embedding` and `scaled_dot_product_attention`."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()

@@ -14,9 +14,10 @@ from ..graph.canonical import aten, call_of, read_one
 
 
 def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
-    """Recognize `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, with or without a cast.
+    """Recognize `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`.
 
-    For such a mask, return x and the nodes of the mask; for any other node, return None. A mask
+    The graph may cast this mask to another dtype, and may cast x to a wider dtype before `abs`. For
+    such a mask, return x and the nodes of the mask; for any other node, return None. A mask
     made by scattering the indices of topk is not recognized, because such a mask selects other
     elements if magnitudes are equal.
     """
