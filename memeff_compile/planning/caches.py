@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,6 +200,10 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:
     from ..model.cache.layers import CodedLayer
 
     text = config.get_text_config(decoder=True)
+    # Reading such a setting from the config raises an error of transformers.
+    varied = sorted(_SIZES & set(getattr(text, "per_layer_attributes", None) or ()))
+    if varied:
+        raise _unlike(text, varied)
     query_heads = getattr(text, "num_attention_heads", None)
     if query_heads is None:
         raise ExplainError(f"{type(text).__name__} does not tell num_attention_heads.")
@@ -252,15 +257,25 @@ _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_k
 """Settings with which keys and values, or layers, differ in size."""
 
 
+_SIZES = {"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", *_OWN_SIZES}
+"""Settings that may differ between the layers of a config."""
+
+
+def _unlike(text: Any, settings: Sequence[str]) -> ExplainError:
+    """Return an error that names the settings with which keys and values, or layers, differ in
+    size."""
+    return ExplainError(
+        f"{type(text).__name__} has {' and '.join(settings)}: keys and values, or layers, have "
+        "sizes of their own, and one head dimension for all is needed. Fill a "
+        f"KVCache(bits=16) {_INSTEAD}"
+    )
+
+
 def _depth_of(text: Any, query_heads: int) -> int:
     """Return the head dimension that the model's keys and values have in common."""
     found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
     if found:
-        raise ExplainError(
-            f"{type(text).__name__} has {' and '.join(found)}: keys and values, or layers, have "
-            "sizes of their own, and one head dimension for all is needed. Fill a "
-            f"KVCache(bits=16) {_INSTEAD}"
-        )
+        raise _unlike(text, found)
     return int(getattr(text, "head_dim", None) or text.hidden_size // query_heads)
 
 

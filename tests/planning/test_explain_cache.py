@@ -163,6 +163,18 @@ def test_keys_and_values_of_sizes_of_their_own_are_refused() -> None:
         memeff_compile.explain_cache(model, memory="2GiB")
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers, "Gemma4TextConfig"),
+    reason=f"transformers {transformers.__version__} has no Gemma 4",
+)
+def test_layers_of_sizes_of_their_own_are_refused() -> None:
+    config = transformers.Gemma4TextConfig(**TINY)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ExplainError, match="layers, have sizes of their own"):
+        memeff_compile.explain_cache(model, memory="2GiB")
+
+
 def test_where_every_layer_sees_a_window_any_context_fits() -> None:
     model = build("Gemma2", layer_types=["sliding_attention"] * 2, sliding_window=64)
     plan = memeff_compile.explain_cache(model, memory="2GiB", length=1 << 30)
