@@ -31,6 +31,7 @@ The pass declines if one of these conditions holds:
 - a node that the fused op does not support uses the logits;
 - between the output projection and the loss, a node writes in place to the logits or to the
   projection's inputs;
+- between two losses, a node writes in place to their targets or class weights;
 - some losses of the logits have gradients and others do not;
 - the weight is an integer tensor or a tensor subclass;
 - each class of the logits is multiplied by a different number;
@@ -346,8 +347,8 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     """Return the report's text about the fused op's implementation: its name and measured speed.
 
     A gradient filter drops classes with small gradients. If a filter is on, the text also names
-    the filter's threshold. If the filter cannot drop any class of this match, the text says instead
-    that the gradients are exact.
+    the filter's bound: a threshold, or for `mass` the probability mass that a row may lose. If the
+    filter cannot drop any class of this match, the text says instead that the gradients are exact.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

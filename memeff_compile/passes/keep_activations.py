@@ -278,8 +278,8 @@ def _linear(info: GraphInfo, node: Node, call: Call) -> Product | None:
 
 
 def _readers(linear: Node) -> list[Node]:
-    """Return the nodes whose values the backward pass reads: the linear layer itself, or linear
-    steps (such as scales) that follow it.
+    """Return the nodes whose values the backward pass reads, among the linear layer itself and the
+    linear steps (such as scales) that follow it.
 
     The backward pass does not read a result that is only added and returned. If
     `memeff::gated_linear` reads the result of the linear layer or of a linear step, return no
