@@ -113,8 +113,8 @@ def _has_autocast(device_type: str) -> bool:
 
 @contextlib.contextmanager
 def beside_autograd() -> Iterator[None]:
-    """In this context, the caller's saved-tensor hooks and dispatch modes do not run for operations
-    of autograd, and compiled autograd is off.
+    """In this context, the caller's saved-tensor hooks and dispatch modes do not run, and compiled
+    autograd is off.
 
     Otherwise the caller's hooks and modes would count or save temporary tensors, and compiled
     autograd would compile this internal backward pass.

@@ -399,7 +399,7 @@ def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
-    """Insert the new call, and cast its operands to the dtype of the original call's result.
+    """Insert the new call; cast its queries, keys and values to the dtype of the original result.
 
     Under autocast, the original queries, keys and values may have another dtype."""
     old = info.value(site.node)

@@ -303,7 +303,8 @@ def fit(
 
     Args:
         model: a config.json, a folder with one, `module:function`, or a model of transformers,
-            on any device, "meta" included. Gradient checkpointing must be off in this model.
+            on any device, "meta" included. Gradient checkpointing must be off in this model. If
+            gradient checkpointing is on, the rows "as is" describe training with checkpointing.
         memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
             names.
         gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.

@@ -53,7 +53,8 @@ def verified(
     """Return a callable that compares the original and the rewritten graph in its first call.
 
     Each call returns the results of the rewritten graph, or, after a mismatch, those of the
-    original graph."""
+    original graph. With `memeff.verify` = "raise", the call that finds a mismatch raises
+    VerifyError."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain

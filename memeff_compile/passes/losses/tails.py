@@ -444,7 +444,8 @@ class TailReader:
     def _picked(self, node: Any, way: list[Node]) -> tuple[Node, Picked | Decline | None]:
         """Recognize a gather of one class per row of any tensor.
 
-        After the gather, the graph may remove the last dimension, whose size is 1."""
+        After the gather, the graph may call squeeze or select. The callers of this method check
+        that the result has one element per row."""
         entry = back_over(node, (aten.squeeze.dim, aten.select.int), way)
         call = call_of(entry, aten.gather.default, aten.take_along_dim.default)
         found = self._picked_by_index(entry) if call is None else self._gathered(entry, call.args)

@@ -100,8 +100,9 @@ def rounds(node: Any) -> bool:
     """Return whether a node, or a node from which its value is computed, rounds a value or takes
     its sign.
 
-    The search goes back over at most `_STEPS` nodes. The search stops at `linear`, `matmul`,
-    `embedding` and `scaled_dot_product_attention`."""
+    The search goes at most `_STEPS` nodes back along each path. The search stops at `linear`,
+    `matmul`, `embedding` and `scaled_dot_product_attention`. At an autograd Function, the search
+    looks for `round` in the forward pass and goes no further back."""
     pending, seen = [(node, 0)], set()
     while pending:
         current, depth = pending.pop()
