@@ -70,7 +70,10 @@ class Undone:
 
 
 class Graph(Protocol):
-    """The parts of a captured graph that a system's functions in `Hooks` may read."""
+    """The parts of a captured graph that the functions in `Hooks` may read.
+
+    `Hooks` lists functions of a system, which is an optional part of this package (such as KV
+    caches)."""
 
     @property
     def placeholders(self) -> Sequence[Any]:

@@ -106,8 +106,9 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a deferred tensor that shares no `Memory` with `self`.
+        """Return a new deferred tensor, whose values are computed on first use.
 
+        The new tensor has its own `Memory`, the object that stores a deferred tensor's values.
         The steps in `recipe` compute the new tensor's values from the hidden states of `self`. If
         the values of `self` already exist, `function` computes the new tensor's values from them.
         `is_whole` says that the new tensor contains all rows, in order.

@@ -62,7 +62,8 @@ class Changes(VerbReport, int):
         return "\n".join(lines)
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the function's name, the summary and the entries of `details()` as JSON."""
+        """Return as JSON the name of the function that changed the model, the summary, and the
+        entries of `details()`."""
         said = {"verb": self.verb, "summary": self.summary}
         return json.dumps({**said, "places": self.places, "left": self.left}, indent=indent)
 

@@ -262,8 +262,9 @@ _SIZES = {"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size
 
 
 def _unlike(text: Any, settings: Sequence[str]) -> ExplainError:
-    """Return an error that names the settings with which keys and values, or layers, differ in
-    size."""
+    """Return an error that names the given settings of a model's config.
+
+    These settings may give keys another size than values, or layers different sizes."""
     return ExplainError(
         f"{type(text).__name__} has {' and '.join(settings)}: keys and values, or layers, have "
         "sizes of their own, and one head dimension for all is needed. Fill a "

@@ -201,8 +201,8 @@ class _Norms:
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
         """Return the rewritten graph's error and the allowed error, both divided by `scale`.
 
-        The allowed error is the sum of `relative * scale`, `absolute`, and three times the original
-        graph's own error.
+        Before this division, the allowed error is the sum of `relative * scale`, `absolute`, and
+        three times the original graph's own error.
         """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale

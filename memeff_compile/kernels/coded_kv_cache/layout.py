@@ -9,7 +9,7 @@ packed as follows in a row of D channels:
 - 2 bits: four channels, D/4 apart, share a byte.
 - 3 bits: first the low two bits of the codes, packed like 2-bit codes, then the third (highest)
   bits, two tokens to a byte. For keys, the tokens are 2t and 2t + 1, for values t and t + group/2.
-  Such a byte has the third bits of both tokens for four channels, D/4 apart. In a byte, these
+  A byte of third bits has those of two tokens for four channels, D/4 apart. In a byte, these
   channels have the numbers p = 0 to 3. For p = 0 to 2, the first token's third bit is bit 2p + 2.
   For p = 3, the first token's third bit is bit 0. The second token's third bit is the next bit.
 """

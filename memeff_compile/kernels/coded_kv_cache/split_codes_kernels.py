@@ -17,8 +17,9 @@ group of codes, the kernel sums the query times the keys' zero points over the c
 this sum to the scores. The zero points of values are multiplied by the softmax weights. In
 registers, a program sums these products over its groups, separately for each place in a group. It
 sums the softmax weights in the same way. Only at the end does the program add up the sums of all
-places. So a step has only two kinds of reductions across threads: the sum of the query times the
-keys' zero points, and the maximum of the scores. The sums run in a fixed order.
+places. So each step of the loop over groups has only two kinds of reductions across threads. One is
+the sum of the query times the keys' zero points, the other is the maximum of the scores. The sums
+run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and

@@ -139,10 +139,10 @@ def _scale(power, norms, lane, C: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, scale, layout: gl.constexpr):
-    """Multiply pair words by `scale`, and return their bf16 weights in the layout of a tensor-core
-    operand.
+    """Multiply pairs of weights by `scale`, and return the weights in bf16 in the layout of a
+    tensor-core operand.
 
-    A pair word is a 32-bit word of two weights that are neighbours along K in the operand. No data
+    Each pair is a 32-bit word of two weights that are neighbours along K in the operand. No data
     moves between registers.
     """
     pair = _scaled_pair(pair, scale)

@@ -204,8 +204,9 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
 def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Load one 7-bit normaliser (scale) for each group of 256 weights.
 
-    A group of weights may have several normalisers. The loaded normaliser belongs to pair number
-    PAIR of the weights of the first (HALF is 0) or the last (HALF is 1) sixteen threads of a warp.
+    A group of weights may have several normalisers. Each thread of a warp has four pairs of the
+    group's weights, numbered 0 to 3. The loaded normaliser belongs to pair number PAIR of sixteen
+    threads: the warp's first sixteen if HALF is 0, its last sixteen if HALF is 1.
     """
     if BLOCK >= 256:
         at = group // (BLOCK // 256)

@@ -10,8 +10,8 @@ The backward pass usually processes blocks of R rows one after another. For each
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
 vocabulary. From G, the kernels compute the hidden-state gradient dE of these rows, and add the
 block's contribution to the weight gradient dC. Until the last block, the weight's gradient (dC) is
-stored in fp16, because its sums need three more bits than bf16 has. In each row of dC, slices of
-SLICE (64) neighbouring numbers share a scale, which is a power of two.
+stored in fp16, because its sums need three more bits than bf16 has. Each row of dC is divided into
+slices of SLICE (64) neighbouring numbers. Each slice has one scale, which is a power of two.
 
 A backward pass by blocks of W classes takes less memory than one by blocks of rows, and supports
 fp16 and a workspace limit. For each block of classes, the kernels write the weight's gradient for
@@ -264,10 +264,11 @@ class BackwardByClasses(Differentiating):
         Each row of the weight's gradient belongs to a class. First, the classes of the last rows
         contribute to the hidden states' gradient. Their own rows of the weight's gradient cannot be
         written yet. The memory of these rows contains the logits' gradient G and the fp32 sums of
-        the hidden states' gradient. So the logits of the last rows' classes are computed twice. The
-        fp32 sums of the hidden states' gradient are freed when this gradient is complete. From then
-        on, the logits' gradient G is stored in the weight gradient's memory: only in rows that are
-        not yet written. When too few of these rows are left, G is stored in a spare buffer.
+        the hidden states' gradient. So the logits of the last classes are computed twice: for the
+        hidden states' gradient, and later for the weight's gradient. The fp32 sums of the hidden
+        states' gradient are freed when this gradient is complete. From then on, the logits'
+        gradient G is stored in the weight gradient's memory: only in rows that are not yet written.
+        When too few of these rows are left, G is stored in a spare buffer.
         """
         room = self.inside
         assert room is not None

@@ -32,15 +32,13 @@ the order of the collectives that it sees. So two other collectives fix the op's
 that the first rank computed.
 
 All ranks must have the same number of rows, so they first gather their row counts. If the counts
-differ, every rank raises an error. The shapes of the gathered tensors and the number of gathers
-depend only on these values:
-
-- the number of rows, and the classes of all ranks;
-- the dtype, the memory limit `workspace`, and the kind of device (such as "cuda").
-
-These values do not include the implementation. So ranks may use different implementations of the
-loss. Each rank gets the gradient of its rows of the weight, and one summand of the gradient of the
-hidden states. The caller has to add up the summands of all ranks.
+differ, every rank raises an error. The number of gathers depends on the number of rows, the hidden
+size and the classes of all ranks. The number of gathers also depends on the dtype, the memory limit
+`workspace` and the kind of device (such as "cuda"). A softcap of the logits may change the number
+of gathers, too. The GPU's model and the loss's implementation change neither the number of gathers
+nor the shapes of the gathered tensors. So ranks may use different implementations. Each rank gets
+the gradient of its rows of the weight, and one summand of the gradient of the hidden states. The
+caller has to add up the summands of all ranks.
 """
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ def makes_gradients_in_forward(
 
     - the gradient filter `published`;
     - a filter that applies to only one gradient;
-    - a `workspace` so small that only the minimal mode can use it, without a gradient filter.
+    - a `workspace` so small that only the mode with the least temporary memory can use it. This
+      setting needs a second loop only if no gradient filter drops classes.
 
     For fp16, the result is false, because the range of fp16 is too small for gradients that are
     scaled afterwards.

@@ -233,8 +233,8 @@ class MergedLayer(CodedLayer):
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens. In the upper layer, also merge the two layers' keys and values of each
-        complete group of tokens.
+        """Write new tokens. The upper layer of a pair then merges both layers' keys and values of
+        each complete group of tokens.
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
@@ -265,11 +265,11 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_lower(*held, key_states, value_states, self.room)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values as plain tensors, including tokens that wait for the upper
-        layer.
+        """Return all keys and values as plain tensors. The result includes tokens that the lower
+        layer keeps aside until the upper layer gets the same tokens.
 
-        If the waiting tokens do not fit into the cache, the result contains nan instead of their
-        keys and values.
+        If the tokens that are kept aside do not fit into the cache, the result contains nan instead
+        of their keys and values.
         """
         if self.pair.parked is None:
             return self._view()

@@ -93,8 +93,8 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens. In the upper layer, also encode the two layers' keys of each complete
-        group of tokens, and merge the two layers' values of this group.
+        """Write new tokens. The upper layer of a pair then encodes both layers' keys, and merges
+        both layers' values, for each complete group of tokens.
 
         The lower layer adds a single new token to its exact tokens. The lower layer keeps several
         new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
