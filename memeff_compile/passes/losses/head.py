@@ -137,8 +137,8 @@ class Step:
     recompile if the number changes.
 
     One node may be equivalent to several ATen calls. The field `reading` contains those of these
-    calls that move rows. If another of these calls slices the classes, the field `whole` contains
-    all calls of the node.
+    calls that move rows. If one of the node's calls slices the classes, `reading` omits this slice.
+    The field `whole` then contains all calls of the node, including the slice.
     """
 
     node: Node
