@@ -117,7 +117,7 @@ def beside_autograd() -> Iterator[None]:
     autograd is off.
 
     Otherwise the caller's hooks and modes would count or save temporary tensors, and compiled
-    autograd would compile this internal backward pass.
+    autograd would compile the backward passes that run in this context.
     """
     from torch._dynamo import compiled_autograd
 

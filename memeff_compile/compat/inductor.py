@@ -100,11 +100,12 @@ def _operations_to_cache() -> dict[str, str]:
 
     Unless a setting names these operations, torch 2.11 and 2.12 do not cache graphs with them.
 
-    With activation checkpointing, the backward pass may call a random operation again. On a GPU,
-    AOTAutograd wraps such an operation in `graphsafe_run_with_rng_state`. PyTorch also counts its
-    fused attention without dropout as random. The state of the random numbers is an argument of the
-    compiled code, so Inductor can cache the code. From torch 2.13 on, PyTorch itself marks
-    `graphsafe_run_with_rng_state` as cacheable.
+    With activation checkpointing, the backward pass may repeat an operation that draws random
+    numbers, such as dropout. On a GPU, AOTAutograd wraps such an operation in
+    `graphsafe_run_with_rng_state`. PyTorch also counts its fused attention without dropout as
+    random. The state of the random numbers is an argument of the compiled code, so Inductor can
+    cache the code. From torch 2.13 on, PyTorch itself marks `graphsafe_run_with_rng_state` as
+    cacheable.
     """
     from torch._prims import rng_prims
 

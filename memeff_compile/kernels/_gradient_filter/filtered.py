@@ -8,10 +8,10 @@ this estimate, and 128 consecutive rows form a group.
 One pass over all classes computes the statistics of the rows. The same pass gives each class a
 score in each group of rows. For `mass`, the score is the sum of the class's probabilities over the
 group's rows. For `block`, the score is the maximum. The filter drops the classes whose score is
-below a threshold, called a level. For each row and each of 31 levels, the pass sums the
-probabilities that the row would lose at this level. For each group, `mass` uses the highest level
-at which no row loses more mass than the setting tau. `block` has only one level, the setting eps.
-The filter always keeps the target classes of the group's rows.
+below a threshold, called a level. For each row and each of 31 levels, the pass over all classes
+sums the probabilities that the row would lose at this level. For each group, `mass` uses the
+highest level at which no row loses more mass than the setting tau. `block` has only one level, the
+setting eps. The filter always keeps the target classes of the group's rows.
 
 Classes are then sorted by the set of row groups in which the filter keeps them. In most tiles (128
 rows x 128 classes), the filter therefore keeps all classes or none. For the tiles with kept

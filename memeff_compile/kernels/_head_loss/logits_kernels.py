@@ -51,8 +51,8 @@ def logits_of(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
     """Return the logits z (times log2(e)) of one tile of products s, and the derivative dz/ds.
 
     To set columns after the last class to -inf, the function adds one number per column to the
-    products. A comparison for each element would take four times as long. Without a softcap, dz/ds
-    is `scale`, the factor by which the loss multiplies the sum of product and bias.
+    products. A comparison for each element would take four times as long. Without a softcap, the
+    logit of a product s is `z = scale * (s + bias)`, so the derivative dz/ds is `scale`.
     """
     scale, softcap = cap
     edge = tl.where(columns < vocab, 0.0, float("-inf"))

@@ -9,9 +9,9 @@ visited tiles:
 - the first visited tile, and the first complete tile;
 - the end of the complete tiles, and the end of all visited tiles.
 
-If the mask depends only on positions, a kernel computes these four numbers itself. If a call has
-sequence ids or a mask of keys, a small kernel computes the numbers first and writes them to a
-table.
+If the mask depends only on positions, a kernel computes these four bounds of tile ranges itself. If
+a call has sequence ids or a mask of keys, a small kernel first computes these four bounds of tile
+ranges, and writes them to a table.
 
 In variable names, `rows` and `ours` belong to the program's own tile, and `keys` and `others` to
 the tiles that the program visits.

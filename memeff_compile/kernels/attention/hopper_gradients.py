@@ -9,7 +9,7 @@ depends on the order in which programs run.
 The lower bound of the time is 14 D operations for each visible pair of a query and a key, at 790
 TFLOP/s. D is the head dimension. One kernel computes the gradient of q, and another kernel computes
 the gradients of k and v. Both kernels multiply queries by keys, and output gradients by values. So
-the bound counts the operations of these two products twice.
+the lower bound of the time counts the operations of these two products twice.
 """
 
 from __future__ import annotations

@@ -130,10 +130,11 @@ def _sequence_of(
 ):
     """Return two pointers into the result of `ranges.find`.
 
-    The first pointer points to the numbers of one sequence: for each position, the first and the
-    last visible position, and a joint id. The second pointer points to the flags of all sequences.
-    A flag tells whether hidden keys or values of a sequence and key head are nan or infinite.
-    `others` is the number of visited positions of a sequence.
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key. The first pointer points to the numbers of one sequence: for each position, the
+    first and the last visible position, and a joint id. The second pointer points to the flags of
+    all sequences. A flag tells whether hidden keys or values of a sequence and key head are nan or
+    infinite. `others` is the number of visited positions of a sequence.
     """
     size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
     first_ptr = ranges_ptr + batches * tiles * FIELDS
@@ -145,10 +146,10 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
     """Return three numbers for each position of a tile.
 
     The first two numbers are the first and the last position that the position of the tile sees.
-    The third number is its joint id. The joint ids of a query and a key are equal if neither the
-    mask of keys nor the sequence ids hide the key. Also return whether at least one position of the
-    tile sees positions with gaps between them. The last result is a pointer to the joint ids of the
-    visited positions.
+    The third number, the joint id, is equal for a query and a key if neither the mask of keys nor
+    the sequence ids hide the key. The last result is a pointer to the joint ids of the visited
+    positions. The result before this pointer tells whether at least one position of the tile sees
+    positions with gaps between them.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)
@@ -216,8 +217,8 @@ def _is_same(ours, joint_ids):
     """Return in which pairs of a query and a key neither the mask of keys nor the sequence ids hide
     the key, for the program's own tile and a visited tile.
 
-    The function compares joint ids. The joint ids of a query and a key are equal if neither the
-    mask of keys nor the sequence ids hide the key.
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key. So the function compares joint ids.
     """
     return gl.expand_dims(ours[3], 1) == gl.expand_dims(joint_ids, 0)
 
@@ -332,7 +333,8 @@ def _joint_ids_at(other, told, MASKED: gl.constexpr):
     """Return a joint id for each position of a visited tile.
 
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. If MASKED is not GAPS, return the positions themselves.
+    hide the key. With MASKED = GAPS, the kernel compares joint ids to find hidden keys. With other
+    values of MASKED, the function returns the positions themselves, which `_hide` does not use.
     """
     joint_ids = other
     if MASKED == GAPS:

@@ -55,13 +55,13 @@ def find(
     and three numbers for each position, as int32.
 
     `own` is the number of positions of a tile, and `others` the number of positions of a visited
-    tile. The joint ids of a query and a key are equal if neither the mask of keys nor the sequence
-    ids hide the key. The result contains, one after another:
+    tile. The result contains, one after another:
 
     - for each tile, the `FIELDS` (8) numbers that describe the tiles that it visits;
-    - for each sequence, four lists: the first position that each position sees, the last position
-      that each position sees, the joint ids of the positions, and the joint ids of the visited
-      positions;
+    - for each sequence, four lists. The first two lists contain the first and the last visited
+      position that each position of the tiles sees. The joint ids of a query and a key are equal if
+      neither the mask of keys nor the sequence ids hide the key. The last two lists contain the
+      joint ids of the positions of the tiles, and the joint ids of the visited positions;
     - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
       an infinity at a hidden key, and otherwise 0.
 

@@ -3,10 +3,10 @@
 Gluon.
 
 One kernel finds the tiles that each tile visits. For each position, this kernel finds the first and
-the last visible position, and a joint id. The joint ids of a query and a key are equal if neither
-the mask of keys nor the sequence ids hide the key. The second kernel finds nan and infinities at
-hidden keys. The third kernel sorts the tiles by their work. The module `ranges` describes the
-results.
+the last visible position. The joint ids of a query and a key are equal if neither the mask of keys
+nor the sequence ids hide the key. The same kernel computes a joint id for each position. The second
+kernel finds nan and infinities at hidden keys. The third kernel sorts the tiles by their work. The
+module `ranges` describes the results.
 
 In variable names, "ours" is the tile of the program, and "others" are the tiles that it visits.
 """

@@ -10,19 +10,20 @@ four numbers describe the tiles that it visits:
 - the first tile, and the first fully visible tile;
 - the end of the fully visible tiles, and the end of all tiles.
 
-If the mask depends only on positions, a kernel computes these numbers itself. If a call has
-sequence ids or a mask of keys, a small kernel computes the numbers first and writes them to a
-table.
+If the mask depends only on positions, a kernel computes these four bounds of tile ranges itself. If
+a call has sequence ids or a mask of keys, a small kernel first computes these four bounds of tile
+ranges, and writes them to a table.
 
 The softmax uses powers of 2. A kernel subtracts the largest raw score before scaling, so no
 exponent is above 0.
 
-With HAS_MASK, only a mask tensor decides which keys are visible (`mask_tiles`). A kernel skips
-tiles in which the mask hides every key. A kernel does not read the mask in tiles in which the mask
-hides no key. If the mask is a bias that is added to the scores (IS_BIAS), lse has two planes. The
-planes are the largest score, and the logarithm of the sum of weights relative to that score. The
-sum of score and logarithm is not stored, because the logarithm could be lost by rounding. This
-rounding occurs if the mask contains the lowest number of a dtype.
+With HAS_MASK, only a mask tensor decides which keys are visible. The module `mask_tiles` lists the
+tiles of the mask that each program visits. A kernel skips tiles in which the mask hides every key.
+A kernel does not read the mask in tiles in which the mask hides no key. If the mask is a bias that
+is added to the scores (IS_BIAS), lse has two planes. The planes are the largest score, and the
+logarithm of the sum of weights relative to that score. The sum of score and logarithm is not
+stored, because the logarithm could be lost by rounding. This rounding occurs if the mask contains
+the lowest number of a dtype.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 
@@ -153,9 +154,10 @@ def _scores(q, is_row, tile, seen, mask_ptr, C: tl.constexpr, MASKED: tl.constex
     """Load a tile of keys and values, and compute the keys' raw scores.
 
     The function returns these scores as two matrices: before and after the mask is applied. It also
-    returns three vectors with one element per key: the key's position, whether the key lies inside
-    the tensor, and whether the mask of keys also shows it. The last two results are the loaded keys
-    and the loaded values.
+    returns three vectors with one element per key. The first two contain the key's position, and
+    whether the key lies inside the tensor. The third tells whether the key lies inside the tensor
+    and is not hidden by the mask of keys. The last two results are the loaded keys and the loaded
+    values.
     """
     wide_zero, k, v, mask, scales, keys = seen
     start = wide_zero + tile * C.KEYS

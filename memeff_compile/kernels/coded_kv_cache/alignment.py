@@ -12,7 +12,7 @@ An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in 
 where `turn` is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its
 matching head in the lower layer. If a cache merges two layers, both layers share some tensors. The
 `norms` of `layout.SharedValues` are in the order of the upper layer's heads. In all other shared
-tensors, the heads are ordered by slot.
+tensors, the heads are in the order of the lower layer's matching heads (the slots).
 
 The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """

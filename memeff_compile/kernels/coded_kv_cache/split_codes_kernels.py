@@ -112,7 +112,8 @@ def _numbers(
     """Return the codes of one block of channels as numbers, (ROWS, COLUMNS): first the codes in
     even bytes, then the codes in odd bytes.
 
-    With PACKED, the numbers are the codes times a very small power of two.
+    On a GPU (`C.PACKED`), 32-bit instructions unpack several codes at a time. The numbers are then
+    the codes times a very small power of two.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)

@@ -16,7 +16,7 @@ from .layout import CHUNK, GROUP
 
 @dataclass(frozen=True)
 class RowTile:
-    """The tile of the kernel for one token.
+    """The tile of the kernel that multiplies a weight by a single token.
 
     A program computes `rows` outputs, one per row of the weight. In each step, the program reads
     `words` 32-bit words of codes from each of these rows.
@@ -36,7 +36,8 @@ class RowTile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """The tile of the kernel for one or a few tokens, which decodes codes in registers."""
+    """The tile of the kernel that decodes a weight in registers and multiplies one or a few
+    tokens."""
 
     rows: int  # of a program
     tokens: int
@@ -47,7 +48,7 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile of the kernel for more than a few tokens on Hopper GPUs.
+    """The tile of the kernel that multiplies a weight by more than a few tokens on Hopper GPUs.
 
     A program decodes each weight once for all its tokens.
     """

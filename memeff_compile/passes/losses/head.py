@@ -136,9 +136,10 @@ class Step:
     field `symbol` is then the graph's node for this number. A guard on this node makes Dynamo
     recompile if the number changes.
 
-    One node may be equivalent to several ATen calls. Of the node's calls, the field `reading`
-    contains the ones that reorder, select or regroup rows. If another of the node's calls slices
-    the classes, the field `whole` contains all calls of the node.
+    One node may be equivalent to several ATen calls. The field `reading` contains those of these
+    calls that reorder, select or regroup rows. If one of the node's calls slices the classes,
+    `reading` omits this slice. The field `whole` then contains all calls of the node, including the
+    slice.
     """
 
     node: Node
