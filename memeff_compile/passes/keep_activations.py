@@ -173,8 +173,9 @@ class KeepActivations(GraphPass):
 
 
 def _mark(product: Product, node: Node) -> str:
-    """Return which result of a call the checkpoint saves, in the form that
-    `compat.keep_in_checkpoint` takes.
+    """Return which op's result the activation checkpoint saves for the call `node`.
+
+    One call may run several ops. `compat.keep_in_checkpoint` explains the returned strings.
     """
     call = read_one(node)
     if product.kind == "attention" or call is None:

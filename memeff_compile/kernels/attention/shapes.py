@@ -1,7 +1,8 @@
 """Choose how the implementation `tiles` divides the work: tile sizes, warps and pipeline stages of
 each kernel.
 
-All these sizes depend on the head dimension and the kind of GPU, never on values of masks or ids.
+All these sizes depend on the head dimension and the kind of GPU. Some sizes also depend on whether
+a call has a mask or sequence ids. No size depends on the values in a mask or in sequence ids.
 """
 
 from __future__ import annotations

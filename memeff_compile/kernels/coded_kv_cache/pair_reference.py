@@ -258,7 +258,10 @@ def _code(
     settings: Merging,
     is_value: bool,
 ) -> list[Tensor]:
-    """Encode the directions (unit vectors) that two layers share for groups of keys or of values.
+    """Encode the common directions (unit vectors) of two layers' keys or of two layers' values.
+
+    For each merged token and head, there is one direction for both layers' keys, and one for both
+    layers' values. The directions are encoded in groups of `group` tokens.
 
     Return the norms of both layers' rows, (B, H, n).
     """

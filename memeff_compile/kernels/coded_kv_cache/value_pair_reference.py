@@ -94,7 +94,7 @@ def share_values(
     bits: int,  # of a key's code
     settings: Merging,  # how values are merged
 ) -> None:
-    """Encode the directions (unit vectors) that two layers share, for whole groups of values.
+    """Encode the common directions (unit vectors) of two layers' values, in whole groups of tokens.
 
     The stored scales are already multiplied by the lengths of the lower layer's values. `norms`
     contains the ratios of the upper layer's lengths to the lower layer's lengths.

@@ -631,7 +631,9 @@ class CodedWeightView(Tensor):
     def as_subclass(self, cls: Any) -> Any:
         """Return a copy of the values as a tensor of another class.
 
-        The result is a copy because writes to a tensor of that class would not raise an error.
+        A write to this view raises an error, but a write to a tensor of another class does not.
+        With a copy, such a write cannot change the values of this view. If `cls` is `Tensor`, the
+        method returns the view itself.
         """
         return self if cls is Tensor else self.clone().as_subclass(cls)
 

@@ -149,10 +149,10 @@ def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 def _coded(pattern, base):
-    """Return the code of a weight, its byte of sign and mantissa, and a flag that marks patches.
+    """Return a weight's code, its byte of sign and mantissa, and a flag for weights without a code.
 
-    `pattern` contains the weight's 16 bits. The flag is 1 if the weight must be stored whole (a
-    patch), else 0.
+    `pattern` contains the weight's 16 bits. The flag is 1 if the weight has no code and must be
+    stored with all its 16 bits, as a patch. Otherwise the flag is 0.
     """
     code = ((pattern >> 7) & 0xFF) - base
     is_zero = (pattern & 0x7FFF) == 0

@@ -191,8 +191,8 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 def library_block(width: int) -> int:
     """Return how many columns, at most 2048, a program of the `library` kernels processes at once.
 
-    The result is at least 128. If a strip has fewer columns, the kernels mask the columns after the
-    strip.
+    The result is at least 128. `width` is the number of columns of a strip (a range of classes). If
+    `width` is less than the result, the kernels mask the columns after the end of the strip.
     """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 

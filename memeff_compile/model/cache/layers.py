@@ -604,8 +604,13 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Allocate the position tensors for layers of a given shape and length, unless they are
-        already allocated."""
+        """Allocate the tensor with the positions of each sequence's first tokens, which stay exact.
+
+        `shape` is the shape of this tensor. If the tensor already exists with this shape, the
+        method does nothing. If it exists with another shape, the method raises an error. `tokens`
+        is the number of tokens that a layer can hold. This number is the size of the empty tensor
+        `span`, which the method also allocates.
+        """
         if self._shape == shape:
             return
         if self._shape:
