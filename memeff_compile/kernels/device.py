@@ -80,7 +80,7 @@ def can_run_kernels(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def runs_kernels(index: int) -> bool:
-    """Return whether the Triton kernels run on the present CUDA device with this `index`."""
+    """Return whether the CUDA device `index` of this machine can run the Triton kernels."""
     return find_spec("triton") is not None and _gpu(index).runs_kernels
 
 

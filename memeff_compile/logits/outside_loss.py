@@ -340,7 +340,8 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the data that a backward pass needs for `view`.
+        """Return the data of the deferred tensor `view` that an autograd function's backward pass
+        needs.
 
         `self` is this data for another deferred tensor with the same hidden states and output
         projection.

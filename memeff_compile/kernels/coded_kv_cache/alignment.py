@@ -199,7 +199,7 @@ def upper_heads(maps: Maps) -> Tensor:
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Apply the maps to the rows of both layers, and return the results, called aligned rows.
+    """Apply the maps to the rows of two layers, and return the results, called aligned rows.
 
     The results are in fp32 or fp64, and their heads are in the order of the slots (heads of the
     lower layer). `rows` contains the keys and values of both layers, or only the values, as in
@@ -215,7 +215,11 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
 
 
 def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
-    """Return cosines between the aligned rows of both layers, (B, H, N) for keys and for values."""
+    """Return the cosines between the aligned rows (keys or values) of two layers.
+
+    The result is one tensor (B, H, N) for keys and one for values. `rows` contains the keys and
+    values of the lower layer, then those of the upper layer.
+    """
     batch, heads, _, depth = rows[0].shape
     means = rows[0].new_empty((batch, heads, 2, depth), dtype=wide(rows[0].dtype))
     turns = means.new_empty((*means.shape, depth))

@@ -245,7 +245,7 @@ converts all of x. With more columns this takes longer than it saves."""
 
 
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
-    """Return whether one token is multiplied in fp16.
+    """Return whether a single token is multiplied by a lossy weight in fp16.
 
     Fp16 requires that each normaliser (scale) covers at least one whole group of 256 weights. It
     also requires that x has at most `MOST_HALVES` columns.

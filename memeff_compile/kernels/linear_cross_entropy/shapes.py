@@ -351,10 +351,10 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many rows of the weight's gradient can be computed next.
+        """Return how many rows of the weight's gradient, from row `first` on, one block can compute.
 
         The logits' gradient G of these rows' classes is stored after the rows, at the end of the
-        same memory. Return 0 if no row fits.
+        weight gradient's memory. Return 0 if no row fits.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
