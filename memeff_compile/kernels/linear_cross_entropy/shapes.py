@@ -351,7 +351,7 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many rows of the weight's gradient, from row `first` on, one block can compute.
+        """Return how many rows of the weight's gradient one block can compute, from `first` on.
 
         The logits' gradient G of these rows' classes is stored after the rows, at the end of the
         weight gradient's memory. Return 0 if no row fits.
