@@ -41,7 +41,7 @@ from .hopper_kernels import (
     _barriers,
     _bounds,
     _clear_hidden,
-    _dirty_tiles,
+    _conditions_of,
     _hide,
     _is_dirty,
     _joint_ids_at,
@@ -253,15 +253,9 @@ def _query_gradient(
         ours = (place, place, place, place, 0)
         told = (scale, (span, keys, ranges_ptr, 0, 0))
         if C.HAS_BOUNDS:
-            own_ptr, flags_ptr = _sequence_of(
-                ranges_ptr, batch_heads // heads, batch, tiles, keys, C.ROWS, C.KEYS
-            )
-            low, high, joint_id, has_gaps, joint_ids_ptr = _ranges_of(
-                ranges_ptr, own_ptr, batch, tile, tiles, place, C.ROWS
-            )
-            ours = (place, low, high, joint_id, has_gaps)
-            clean, dirty = _dirty_tiles(
-                ranges_ptr, flags_ptr + row // repeat, batch, tile, tiles, C
+            at = (batch, tile, tiles)
+            ours, joint_ids_ptr, clean, dirty = _conditions_of(
+                ranges_ptr, batch_heads // heads, at, place, keys, (row, repeat), C
             )
             told = (scale, (span, keys, joint_ids_ptr, clean, dirty))
         wide = gl.to_tensor(row).to(gl.int64)

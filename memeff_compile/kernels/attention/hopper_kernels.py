@@ -176,6 +176,29 @@ def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
 
 
 @gluon.jit
+def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexpr):
+    """Return the part of the result of `ranges.find` that belongs to a tile of queries.
+
+    The first result describes the tile's positions: the positions themselves, the three numbers of
+    each position that `_ranges_of` returns, and whether visible keys have gaps between them. The
+    other results are a pointer to the joint ids of the sequence's keys, and the two tiles that
+    `_dirty_tiles` returns.
+
+    `sequences` is the number of sequences. `at` contains the tile's sequence, the tile, and the
+    number of tiles of a sequence. `heads` contains the index of the tile's sequence and query head,
+    and the number of query heads per key head.
+    """
+    batch, tile, tiles = at
+    row, repeat = heads
+    own_ptr, flags_ptr = _sequence_of(ranges_ptr, sequences, batch, tiles, keys, C.ROWS, C.KEYS)
+    low, high, joint_id, has_gaps, joint_ids_ptr = _ranges_of(
+        ranges_ptr, own_ptr, batch, tile, tiles, place, C.ROWS
+    )
+    clean, dirty = _dirty_tiles(ranges_ptr, flags_ptr + row // repeat, batch, tile, tiles, C)
+    return (place, low, high, joint_id, has_gaps), joint_ids_ptr, clean, dirty
+
+
+@gluon.jit
 def _nth(index, found):
     """Return the tile with the given index in the order of the program's visits: tiles with hidden
     keys come first."""
@@ -470,15 +493,9 @@ def _attend(memory, bars, outs, ranges_ptr, work, scale, PART: gl.constexpr, C: 
         query = (place, place, place, place, 0)
         told = ((ahead, behind), keys, ranges_ptr, 0, 0)
         if C.HAS_BOUNDS:
-            own_ptr, flags_ptr = _sequence_of(
-                ranges_ptr, batch_heads // heads, batch, query_tiles, keys, C.ROWS, C.KEYS
-            )
-            low, high, joint_id, has_gaps, joint_ids_ptr = _ranges_of(
-                ranges_ptr, own_ptr, batch, tile, query_tiles, place, C.ROWS
-            )
-            query = (place, low, high, joint_id, has_gaps)
-            clean, dirty = _dirty_tiles(
-                ranges_ptr, flags_ptr + row // repeat, batch, tile, query_tiles, C
+            at = (batch, tile, query_tiles)
+            query, joint_ids_ptr, clean, dirty = _conditions_of(
+                ranges_ptr, batch_heads // heads, at, place, keys, (row, repeat), C
             )
             told = ((ahead, behind), keys, joint_ids_ptr, clean, dirty)
         largest = gl.full([HERE], LOW, gl.float32, by_row)

@@ -129,9 +129,8 @@ def bytes_after(
     of 256 columns. For 16-bit inputs, the implementation `reference` also needs fp32 copies. The
     bound then adds the copies of the hidden states and of blocks of the weight. For `reference` on
     a CPU, the bound also adds the copies of the rows that are not ignored. `how` contains the
-    fields of `How`.
-    `pieces` may contain symbols, for a short formula, and is by default the result of
-    `piece_sizes`.
+    fields of `How`. `pieces` may contain symbols, for a short formula, and is by default the result
+    of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
