@@ -253,9 +253,9 @@ def _query_gradient(
         ours = (place, place, place, place, 0)
         told = (scale, (span, keys, ranges_ptr, 0, 0))
         if C.HAS_BOUNDS:
-            at = (batch, tile, tiles)
+            mine = (batch, tile, tiles)
             ours, joint_ids_ptr, clean, dirty = _conditions_of(
-                ranges_ptr, batch_heads // heads, at, place, keys, (row, repeat), C
+                ranges_ptr, batch_heads // heads, mine, place, keys, (row, repeat), C
             )
             told = (scale, (span, keys, joint_ids_ptr, clean, dirty))
         wide = gl.to_tensor(row).to(gl.int64)

@@ -493,9 +493,9 @@ def _attend(memory, bars, outs, ranges_ptr, work, scale, PART: gl.constexpr, C: 
         query = (place, place, place, place, 0)
         told = ((ahead, behind), keys, ranges_ptr, 0, 0)
         if C.HAS_BOUNDS:
-            at = (batch, tile, query_tiles)
+            mine = (batch, tile, query_tiles)
             query, joint_ids_ptr, clean, dirty = _conditions_of(
-                ranges_ptr, batch_heads // heads, at, place, keys, (row, repeat), C
+                ranges_ptr, batch_heads // heads, mine, place, keys, (row, repeat), C
             )
             told = ((ahead, behind), keys, joint_ids_ptr, clean, dirty)
         largest = gl.full([HERE], LOW, gl.float32, by_row)
