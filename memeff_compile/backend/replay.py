@@ -396,8 +396,8 @@ class CudaEngine:
     def is_free(self) -> bool:
         """Return whether a call may record or replay a CUDA graph now.
 
-        A call may not do so while the current stream is recorded as a CUDA graph, or while a
-        PyTorch mode (as in tracing) intercepts operations.
+        No call may do so while the current stream is recorded as a CUDA graph. Nor may a call do
+        so while a PyTorch mode (as in tracing) intercepts operations.
         """
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 

@@ -469,12 +469,12 @@ def _gradient_filter_word_kernel(
 ):
     """Write one word per class, with a bit for each group of rows (tokens).
 
-    The gradient filter drops unlikely classes. It keeps a class in a group if the class's score is
-    at least the group's level, and then the bit is set. The score is the sum or the maximum of the
-    class's probabilities in the group's rows. The first group of rows has the highest bit of the
-    word. After sorting by these words, classes that are kept in the same groups are next to each
-    other. With this order of bits, more tiles consist only of kept classes than if the first group
-    had the lowest bit.
+    The gradient filter drops unlikely classes. The bit is set if the filter keeps the class in the
+    group. The filter keeps classes with a score of at least the group's level. The score is the sum
+    or the maximum of the class's probabilities in the group's rows. The first group of rows has the
+    highest bit of the word. After sorting by these words, classes that are kept in the same groups
+    are next to each other. With this order of bits, more tiles consist only of kept classes than if
+    the first group had the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -534,15 +534,14 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """Write two lists of the tiles of classes that are kept for groups of rows (tokens), one list
-    for each of two matrix products.
+    """Write two lists of the tiles of classes that are kept for groups of rows (tokens).
 
-    The gradient filter drops unlikely classes. A tile is kept for a group of rows if the filter
-    keeps at least one of the tile's classes. In the list for the product with the weight, all tiles
-    that the filter keeps for the same group of rows are adjacent. The product with the hidden
-    states needs, for each tile of classes, the groups of rows for which the filter keeps the tile.
-    The kernels process the tiles of classes in several passes. A program lists, for one pass, the
-    tiles of one group of rows.
+    Each list is for one of two matrix products. The gradient filter drops unlikely classes. A tile
+    is kept for a group of rows if the filter keeps at least one of the tile's classes. In the list
+    for the product with the weight, all tiles that the filter keeps for the same group of rows are
+    adjacent. The product with the hidden states needs, for each tile of classes, the groups of rows
+    for which the filter keeps the tile. The kernels process the tiles of classes in several passes.
+    A program lists, for one pass, the tiles of one group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
