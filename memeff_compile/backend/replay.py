@@ -125,8 +125,10 @@ class Recorder:
         return (*(args[place] for place in self._roles.numbers), *sizes)
 
     def _prepare(self, key: Key, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return a function that handles a call for which no CUDA graph exists yet, or None if the
-        call should run the compiled step."""
+        """Return a function that handles a call for which no CUDA graph exists yet.
+
+        Return None if the call should run the compiled decoding step directly.
+        """
         if self._is_stopped:
             return None
         kind = self._engine.stream(), self._signature(args), self._alignments(args)
@@ -155,8 +157,8 @@ class Recorder:
         return tuple(part % 16 == 0 for part in parts if isinstance(part, int))
 
     def _pays(self) -> bool:
-        """Return whether earlier recordings of the step were replayed so often that a new recording
-        is worthwhile."""
+        """Return whether the decoding step's CUDA graphs were replayed so often that recording
+        another graph is worthwhile."""
         return self._use.replays >= MIN_REPLAYS * self._use.recordings
 
     def _rehearse(self, key: Key, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
@@ -344,8 +346,8 @@ class _Outputs:
 
 @dataclass
 class _Recording:
-    """A recording of a decoding step: its buffers, its replay function, and the results that a
-    replay overwrites."""
+    """A decoding step recorded as a CUDA graph: its buffers, its replay function, and the results
+    that a replay overwrites."""
 
     roles: Roles
     buffers: _Buffers
@@ -362,8 +364,11 @@ class _Recording:
         return self.outputs.cloned(self._counted(args), args)
 
     def _counted(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the results of a call, with the Python numbers among them computed for this
-        call."""
+        """Return the results of a replay, with each Python number computed from this call's
+        arguments.
+
+        A replayed CUDA graph computes only tensors. `args` are the arguments of this call.
+        """
         counts = self.roles.counts
         if counts is None:
             return self.found
@@ -389,10 +394,10 @@ class CudaEngine:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
-        """Return whether a recording can start.
+        """Return whether a call may record or replay a CUDA graph now.
 
-        No recording can start while the current stream is recorded as a CUDA graph, or while a
-        PyTorch mode (as in tracing) intercepts operations.
+        No call may do so while the current stream is recorded as a CUDA graph. Nor may a call do
+        so while a PyTorch mode (as in tracing) intercepts operations.
         """
         return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
 
@@ -426,11 +431,11 @@ class CudaEngine:
 
 
 class _Pool:
-    """The memory pool shared by all recordings for one stream, and the stream on which they are
-    recorded.
+    """The memory pool of all CUDA graphs for one stream of the caller, and a recording stream.
 
-    PyTorch's allocator deletes a pool together with the pool's last recording, and refuses the
-    pool's handle afterwards.
+    The graphs are recorded on the recording stream, and replayed on the caller's stream. PyTorch's
+    allocator deletes a pool together with the pool's last graph, and refuses the pool's handle
+    afterwards.
     """
 
     def __init__(self) -> None:

@@ -224,10 +224,10 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Remove outputs that are None from the graph, and return the positions of the remaining
-    outputs.
+    """Remove outputs that are None from the graph, and return which outputs remain.
 
-    Return None if there was no output to remove.
+    The list has one flag for each original output: whether the output remains. Return None if there
+    was no output to remove.
 
     AOTAutograd rejects outputs that are None, but only if DDP splits the model.
     """

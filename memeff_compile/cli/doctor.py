@@ -105,7 +105,10 @@ def _wrapped(text: str, indent: int) -> str:
 
 
 def diagnose() -> list[Finding]:
-    """Inspect this machine and run the trials on a toy model."""
+    """Inspect this machine, train a toy model, and try `generate()` with a transformers model.
+
+    No model runs if the backend is not usable. Without transformers, `generate()` is not tried.
+    """
     findings = _versions()
     if is_usable(findings):
         findings += [*_devices(), *_backend()]

@@ -1,8 +1,9 @@
 """`memeff report-bug SCRIPT`: run a script, and write the files of a bug report to one zip.
 
 The script runs in a separate process, so its crash does not end this command. The zip contains text
-files: versions, reports, graphs and the doctor's findings. The zip contains no weights, no inputs
-and no script.
+files: versions, reports, graphs and the output of `memeff doctor`. That command checks versions,
+devices, compilers and kernels on this machine. The zip contains no weights, no inputs and no
+script.
 """
 
 from __future__ import annotations

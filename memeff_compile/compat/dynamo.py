@@ -86,7 +86,7 @@ def plain_source(path: str) -> str:
 def running_modules() -> list[torch.nn.Module]:
     """Return the modules whose forward is running, without wrappers for data parallelism.
 
-    Modules that `torch.compile` compiles come first, starting with the innermost.
+    Modules that were compiled with `torch.compile` come first, starting with the innermost.
     The other modules follow, starting with the outermost.
     """
     compiled, others = _calling_modules()
@@ -95,7 +95,10 @@ def running_modules() -> list[torch.nn.Module]:
 
 
 def compiled_module() -> torch.nn.Module | None:
-    """Return the innermost module that `torch.compile` compiles and that is running."""
+    """Return the innermost running module that was compiled with `torch.compile`, or None.
+
+    A module is running while its `forward` is on the call stack, also while Dynamo captures it.
+    """
     compiled, _ = _calling_modules()
     return compiled[0] if compiled else None
 

@@ -161,11 +161,13 @@ ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def _refuse_assigned_data() -> torch.library.Library:
-    """Make assignments to `.data` call `_shares_metadata` if one of the tensors has the meta
-    device's dispatch keys.
+    """Make PyTorch call `_shares_metadata` before `tensor.data = other`, to refuse the assignment.
 
-    PyTorch checks such an assignment in an operation that is never dispatched to Python. So the
-    Python code of a tensor subclass has no way to refuse the assignment.
+    PyTorch makes this call only if one of the two tensors has the meta device's dispatch keys.
+    `_shares_metadata` raises an error if one tensor has no memory (`make_without_memory`) and the
+    other has another class. PyTorch checks such an assignment in an operation that is never
+    dispatched to Python. So the Python code of a tensor subclass has no way to refuse the
+    assignment.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")

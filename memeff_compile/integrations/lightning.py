@@ -63,19 +63,22 @@ class MemeffCallback(Callback):  # type: ignore[misc]
         )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the models before training."""
+        """Compile child modules of `pl_module` in place before training.
+
+        These are the children named in the callback, by default all children with parameters.
+        """
         self._compile(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the models before `validate()`."""
+        """Compile the callback's child modules of `pl_module` in place before `validate()`."""
         self._compile(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the models before `test()`."""
+        """Compile the callback's child modules of `pl_module` in place before `test()`."""
         self._compile(pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the models before `predict()`."""
+        """Compile the callback's child modules of `pl_module` in place before `predict()`."""
         self._compile(pl_module)
 
     def _compile(self, module: nn.Module) -> None:

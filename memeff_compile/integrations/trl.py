@@ -90,7 +90,10 @@ class _Head:
             setattr(self.utils, FUNCTION, self.theirs)
 
     def apply(self, *given: Any) -> Any:
-        """Compute the results of TRL's function from the same arguments."""
+        """Compute the results of TRL's `_ChunkedLogProbFunction.apply` from its arguments.
+
+        If this backend captures the graph, plain PyTorch computes them, otherwise TRL's function.
+        """
         if torch.compiler.is_compiling() and _is_ours():
             return statistics(*given)
         return self.theirs.apply(*given)
@@ -147,8 +150,7 @@ def statistics(
         return logits if temperature == 1.0 else logits / temperature
 
     def by_classes() -> Iterator[Tensor]:
-        """Compute logits and statistics for some classes at a time, and compute the logits and
-        statistics again in the backward pass."""
+        """Yield the logits of all rows (tokens) for some classes at a time."""
         for first in range(0, weight.shape[0], _CLASSES_AT_ONCE):
             some = slice(first, first + _CLASSES_AT_ONCE)
             yield transformed(F.linear(hidden, weight[some], None if bias is None else bias[some]))

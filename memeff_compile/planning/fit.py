@@ -152,7 +152,7 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Return the bytes that a step may use, which leaves 5 % of the memory free."""
+        """Return the bytes that a step may use, which leaves 10 % of the memory free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property

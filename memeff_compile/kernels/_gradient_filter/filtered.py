@@ -77,8 +77,10 @@ from .shapes import (
 
 
 class Filtered(RowWalk):
-    """The buffers of a loop over blocks of rows under a gradient filter, and the kernel launches
-    for each block.
+    """A loop over blocks of rows (tokens) that drops unlikely classes from a loss's gradients.
+
+    A gradient filter (`mass`, `block` or `published`) chooses these classes. The object contains
+    the loop's buffers, and launches the kernels for each block.
     """
 
     def __init__(
@@ -148,7 +150,10 @@ class Filtered(RowWalk):
         self.factors: Tensor | None = None
 
     def run(self, name: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """Launch one of the filter's kernels."""
+        """Launch a kernel of the gradient filter, which drops unlikely classes from gradients.
+
+        `name` is a part of the kernel's name, such as "score".
+        """
         kernel = getattr(kernels, f"_gradient_filter_{name}_kernel")
         self.launch(kernel, grid, *arguments, **constants)
 
@@ -160,8 +165,8 @@ class Filtered(RowWalk):
         """Return the rows that are not ignored, sorted by their estimated probability mass in
         unlikely classes.
 
-        The function also writes the rows' bases (numbers near their largest logits) in the same
-        order.
+        For the filter `published`, the rows keep their order. The function also writes the rows'
+        bases (numbers near their largest logits) in the order of the returned rows.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -222,8 +227,11 @@ class Filtered(RowWalk):
         return Selection(compact.target[rank], order, None, kept)
 
     def choose(self, block: Block) -> None:
-        """Compute the statistics of a block of rows, and find the classes that the filter keeps in
-        each group of 128 rows."""
+        """Choose the classes that the gradient filter keeps in each group of 128 rows (tokens).
+
+        The filter drops unlikely classes: later kernels compute gradients only for tiles with kept
+        classes. For a scalar loss, the method also computes the losses of the block's rows.
+        """
         first, here = block.first, block.stop - block.first
         self.copy(self.hidden, self.rows, self.selection.order, first=first)
         again = self.counters[block.number, self.passes]
@@ -283,8 +291,12 @@ class Filtered(RowWalk):
         )
 
     def gradients(self, block: Block) -> None:
-        """List the tiles that the filter keeps, multiply their logits' gradients by weight and
-        hidden states, and add the products to the results.
+        """Compute the gradients of hidden states and weight from the tiles that the filter keeps.
+
+        The gradient filter drops unlikely classes. It keeps a tile (128 rows x 128 classes) if it
+        keeps at least one of the tile's classes for these rows. The method lists the kept tiles,
+        and computes their logits' gradients. It multiplies these gradients by the weight and by the
+        hidden states, and adds the products to the results.
         """
         self._list(block.number)
         first, here = block.first, block.stop - block.first
@@ -384,8 +396,11 @@ class Filtered(RowWalk):
 
 
 class FilteredTotal(Filtered, Statistics):
-    """The loop for a scalar loss: the loop first estimates each row's log-sum-exp, then computes it
-    exactly.
+    """A loop over blocks of rows (tokens) that computes a scalar loss and its gradients.
+
+    The loop first estimates each row's log-sum-exp or largest logit. With the estimate, the
+    gradient filter chooses unlikely classes, which are dropped from the gradients. The loop also
+    computes each row's log-sum-exp exactly, for the loss.
     """
 
     def __init__(self, given: ScalarLoss) -> None:
@@ -402,7 +417,11 @@ class FilteredTotal(Filtered, Statistics):
 
 
 class FilteredBackward(Filtered):
-    """The loop of a backward pass, which gets the rows' log-sum-exps from the forward pass."""
+    """A loop over blocks of rows (tokens) that computes the gradients in a backward pass.
+
+    The gradient filter drops unlikely classes from these gradients. The loop gets the rows'
+    log-sum-exps from the forward pass.
+    """
 
     def __init__(
         self,
@@ -425,10 +444,11 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Two loops that run one after the other: one with a filter, and one without a filter.
+    """Two loops that compute a loss's gradients one after the other, only one with a filter.
 
-    The loop with a filter computes the hidden states' or the weight's gradient. The loop without a
-    filter computes the other gradients.
+    A gradient filter drops unlikely classes. The loop with the filter runs over blocks of rows
+    (tokens), and computes the hidden states' or the weight's gradient. The loop without a filter
+    computes the other gradients exactly.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -449,25 +469,26 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops over blocks of rows or classes for a call with a gradient filter.
+    """The loops of the fused loss op for a call with a gradient filter.
 
-    Like each module that implements the loss op without a filter, the class has the functions
-    `forward`, `total` and `backward`.
+    A gradient filter drops unlikely classes from the loss's gradients. Each loop runs over blocks
+    of rows (tokens) or of classes. Like each module that implements the op without a filter, the
+    class has the functions `forward`, `total` and `backward`.
     """
 
     exact: Any  # the engine's module
 
     @property
     def forward(self) -> Any:
-        """Return `forward` of the module that implements the loss op without a filter.
+        """Return `forward` of the module that implements the fused loss op without a filter.
 
-        A gradient filter does not change the forward pass.
+        A gradient filter drops classes only from gradients, so the forward pass does not change.
         """
         return self.exact.forward
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return the Python class of the loop for a scalar loss: `FilteredTotal`."""
+        """Return `FilteredTotal`: a loop over rows for a scalar loss and the loss's gradients."""
         return FilteredTotal
 
     def backward(
@@ -478,10 +499,10 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop that computes the gradients.
+        """Return the loop that computes the gradients of the fused loss op.
 
-        The filter drops classes for the hidden states' gradient, for the weight's gradient, or for
-        both gradients.
+        The gradient filter drops unlikely classes from the hidden states' gradient, from the
+        weight's gradient, or from both gradients.
         """
         parts, rest = settings.filter_parts, list(output_mask[:3])
         if parts == "both":

@@ -1,16 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the module `filtered`: they find the classes that the filter keeps for 128 rows,
-and compute gradients only for these classes.
+"""The kernels of the gradient filters, which drop unlikely classes from a loss's gradients.
+
+The kernels find the classes that a filter keeps for 128 rows, and compute gradients only for these
+classes. The module `filtered` launches the kernels.
 
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
 consists of TILE consecutive rows, and a block consists of at most 16 groups. One pass over all
-classes computes the rows' statistics and a score for each class and group. For each of LEVELS
-thresholds, the pass also computes the probability mass that each row would lose if classes of lower
-score were dropped. The pass stores no logits. Each class then gets a 16-bit word, with one bit for
-each group of rows in which the filter keeps the class. Classes are sorted by these words, so that
-in nearly every tile the filter keeps either all classes or none. For the tiles that the filter
-keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are stored. The
-stored gradients still lack one factor per row, by which the last kernel multiplies its results.
+classes computes the rows' largest logits and sums of exponentials, and a score for each class and
+group. The score is the sum or the maximum of the class's probabilities in the group's rows. For
+each of LEVELS thresholds, the pass also computes the probability mass that each row would lose if
+classes of lower score were dropped. The pass stores no logits. Each class then gets a 16-bit word,
+with one bit for each group of rows in which the filter keeps the class. Classes are sorted by these
+words, so that in nearly every tile the filter keeps either all classes or none. For the tiles that
+the filter keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are
+stored. The stored gradients still lack one factor per row, by which the last kernel multiplies its
+results.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -148,9 +152,9 @@ def _gradient_filter_estimate_kernel(
 def _level(index, highest, C: tl.constexpr):
     """Return the score thresholds of the levels with the given indices.
 
-    At a level, the gradient filter drops the classes whose score is below the level's threshold.
-    The last level's threshold is higher than the score of every class, so this level drops all
-    classes.
+    A class's score is the sum or the maximum of its probabilities in a group of rows (tokens). At a
+    level, the gradient filter drops the classes whose score is below the level's threshold. The
+    last level's threshold is higher than the score of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -183,7 +187,7 @@ def _gradient_filter_score_kernel(
     softcap,
     C: tl.constexpr,  # SUMS: score by the sum over rows, else by the most; WHOLE: targets may drop
 ):
-    """Compute the scores by which the filter chooses the classes to drop in a group of rows.
+    """Compute the scores by which the gradient filter drops classes in a group of rows (tokens).
 
     A class's score is the sum (filter `mass`) or the maximum (other filters) of its probabilities
     in the group's rows. For the filter `published`, a row's target counts with 1 - p instead of its
@@ -293,9 +297,10 @@ def _gradient_filter_check_kernel(
 ):
     """Correct an earlier estimate (the base of a row) if it is far from the row's largest logit.
 
-    The base estimates the row's log-sum-exp (filter `mass`) or its largest logit (filter `block`).
-    If the base is too far off, the kernel replaces the base by the row's largest logit, and stores
-    1 in `again_ptr`.
+    With the base, the gradient filters `mass` and `block` find the unlikely classes of a row
+    (token). For `mass`, the base estimates the row's log-sum-exp. For `block`, the base estimates
+    the row's largest logit. If the base is too far off, the kernel replaces the base by the row's
+    largest logit, and stores 1 in `again_ptr`.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)
@@ -340,12 +345,16 @@ def _gradient_filter_level_kernel(
     # HAS_LSE: the base is the log-sum-exp; RESTORE: distribute lost mass over the kept classes
     C: tl.constexpr,
 ):
-    """Choose the level of a group of rows, that is, the score below which the filter drops classes.
+    """Choose the level of a group of rows (tokens): the score below which classes are dropped.
 
-    Also compute the rows' losses, and for each row the factor by which its gradients are
-    multiplied. The kernel chooses the highest level at which no row loses more probability mass
-    than the limit. The lost mass is distributed over the row's kept classes (without the target),
-    in proportion to their probabilities. The module `filtered` says why.
+    A class's score is the sum or the maximum of its probabilities in the group's rows. The gradient
+    filter drops classes of low score from the gradients. The kernel chooses the highest level at
+    which no row loses more probability mass than `limit`. For the filter `mass`, `limit` is the
+    setting tau, less a margin for rounding. For the other filters, `limit` is infinite.
+
+    The lost mass is distributed over the row's kept classes (without the target), in proportion to
+    their probabilities. The module `filtered` says why. The kernel also computes, for each row, the
+    factor by which its gradients are multiplied. For a scalar loss, it computes the rows' losses.
     """
     group = tl.program_id(0)
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
@@ -430,8 +439,10 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Reorder the per-row numbers from which gradients are computed, into the order in which the
-    filter has sorted the rows.
+    """Reorder the per-row numbers from which gradients are computed into the sorted rows' order.
+
+    The gradient filters `mass` and `block` sort the rows (tokens) by their estimated probability
+    mass in unlikely classes. For the filter `published`, the rows keep their order.
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
@@ -456,12 +467,14 @@ def _gradient_filter_word_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write one word per class, with a bit for each group of rows in which the filter keeps the
-    class.
+    """Write one word per class, with a bit for each group of rows (tokens).
 
-    The first group of rows has the highest bit of the word. After sorting by these words, classes
-    that are kept in the same groups are next to each other. With this order of bits, more tiles
-    consist only of kept classes than if the first group had the lowest bit.
+    The gradient filter drops unlikely classes. The bit is set if the filter keeps the class in the
+    group. The filter keeps classes with a score of at least the group's level. The score is the sum
+    or the maximum of the class's probabilities in the group's rows. The first group of rows has the
+    highest bit of the word. After sorting by these words, classes that are kept in the same groups
+    are next to each other. With this order of bits, more tiles consist only of kept classes than if
+    the first group had the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -487,9 +500,10 @@ def _gradient_filter_tile_kernel(
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write one word per tile of classes, with one bit for each group of rows.
+    """Write one word per tile of classes, with one bit for each group of rows (tokens).
 
-    The bit is set if the filter keeps at least one class of the tile for this group.
+    The gradient filter drops unlikely classes. The bit is set if the filter keeps at least one
+    class of the tile for this group. Otherwise, later kernels skip the tile for this group.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF
@@ -520,13 +534,14 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """Write two lists of the tiles of classes that the filter keeps for groups of rows, one list
-    for each of two matrix products.
+    """Write two lists of the tiles of classes that are kept for groups of rows (tokens).
 
-    In the list for the product with the weight, all tiles that the filter keeps for the same group
-    of rows are adjacent. The product with the hidden states needs, for each tile of classes, the
-    groups of rows for which the filter keeps the tile. The kernels process the tiles of classes in
-    several passes. A program lists, for one pass, the tiles of one group of rows.
+    Each list is for one of two matrix products. The gradient filter drops unlikely classes. A tile
+    is kept for a group of rows if the filter keeps at least one of the tile's classes. In the list
+    for the product with the weight, all tiles that the filter keeps for the same group of rows are
+    adjacent. The product with the hidden states needs, for each tile of classes, the groups of rows
+    for which the filter keeps the tile. The kernels process the tiles of classes in several passes.
+    A program lists, for one pass, the tiles of one group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -604,12 +619,13 @@ def _gradient_filter_fill_kernel(
 ):
     """Compute the logits of some tiles again, and store the gradients of these logits.
 
-    Each row has a factor by which its gradients must still be multiplied. This kernel leaves the
-    factor out. For the weight's gradient, another kernel multiplies a copy of the hidden states by
-    the factor. For the hidden states' gradient, a later kernel multiplies the result by the factor.
-    The stored gradients are zero for classes that the filter drops in a group. If the constant
-    WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile is
-    zeroed.
+    A tile has the rows (tokens) of one group and some classes. Each row has a factor by which its
+    gradients must still be multiplied. This kernel leaves the factor out. For the weight's
+    gradient, another kernel multiplies a copy of the hidden states by the factor. For the hidden
+    states' gradient, a later kernel multiplies the result by the factor. The gradient filter drops
+    unlikely classes in each group of rows. The stored gradients of these classes are zero. If the
+    constant WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile
+    is zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)
@@ -693,12 +709,13 @@ def _gradient_filter_products_kernel(
     """Compute the gradients of the hidden states (dE) and of the weight (dC) from the logits'
     gradients.
 
-    The logits' gradients of the tiles that the filter keeps are stored in packed tiles. The product
-    of the packed tiles with the weight is dE. Their product with the hidden states is dC. The tiles
-    of dE are computed first, because they take longest. Programs that run at the same time compute
-    tiles of neighbouring groups. These tiles need the same rows of the weight, which therefore stay
-    in the L2 cache. One program computes all of a tile, so the order in which programs take tiles
-    does not change the results.
+    The gradient filter drops unlikely classes in each group of rows (tokens). The logits' gradients
+    of the tiles with kept classes are stored in packed tiles. A packed tile has the rows of one
+    group and TILE classes. The product of the packed tiles with the weight is dE. Their product
+    with the hidden states is dC. The tiles of dE are computed first, because they take longest.
+    Programs that run at the same time compute tiles of dE for neighbouring groups of rows. These
+    tiles need the same rows of the weight, which therefore stay in the L2 cache. One program
+    computes all of a tile, so the order in which programs take tiles does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0

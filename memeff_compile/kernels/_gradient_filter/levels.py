@@ -1,7 +1,7 @@
-"""The thresholds of the gradient filters, the calls in which the filters drop classes, and the
-bytes that the filters need.
+"""Settings of the gradient filters, which drop unlikely classes from a loss's gradients.
 
-The module `filtered` computes gradients with these filters.
+The functions say which threshold a filter has, in which calls it drops classes, and how many bytes
+it needs. The module `filtered` computes gradients with these filters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDING = 1.0 - 2.0**-8
 
 
 def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
-    """Return the reason why a filter's settings are not supported, or None if they are."""
+    """Return the reason why a gradient filter's settings are not supported, or None if they are."""
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "
@@ -52,11 +52,12 @@ def filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
 
 
 def filter_level(gradient_filter: str, level: float) -> float:
-    """Return the threshold of a filter: `level`, or the filter's default if `level` is 0.
+    """Return the threshold of a gradient filter: `level`, or the filter's default if `level` is 0.
 
-    For the filter `mass`, the threshold is tau: the largest probability mass that a row may lose.
-    For the other filters, the threshold is eps. The filter `block` drops a class only if the
-    class's probability is below eps in every row of a group. The filter `published` compares
+    A gradient filter drops unlikely classes from a loss's gradients. For the filter `mass`, the
+    threshold is tau: the largest total probability of the classes dropped in a row (token). For the
+    other filters, the threshold is eps. The filter `block` drops a class only if the class's
+    probability is below eps in every row of a group. The filter `published` compares
     |probability - 1(target)| with eps. With a softcap, all filters first multiply each probability
     by the slope of the cap (at most 1)."""
     if level > 0:
@@ -65,26 +66,33 @@ def filter_level(gradient_filter: str, level: float) -> float:
 
 
 def leaves_out(gradient_filter: str, depth: int) -> bool:
-    """Return whether a filter drops classes for a bf16, contiguous weight of the given hidden
-    size."""
+    """Return whether a gradient filter drops unlikely classes if the hidden size is `depth`.
+
+    The filter `exact` drops no class. The function assumes that the output projection's weight is
+    bf16 and contiguous.
+    """
     return gradient_filter != "exact" and depth >= LEAST_DEPTH and depth % 8 == 0
 
 
 def needs_two_walks(gradient_filter: str, depth: int, *, of_bias: bool = False) -> bool:
-    """Return whether a filter must know each row's log-sum-exp before it chooses classes.
+    """Return whether a filter must know each row's log-sum-exp before it drops unlikely classes.
 
-    The filter `published` needs the log-sum-exp, because it compares probabilities. Every filter
-    needs the log-sum-exp if a bias has a gradient, because the bias gradient is always exact.
+    A gradient filter drops these classes from a loss's gradients. `depth` is the hidden size. The
+    filter `published` needs the log-sum-exp, because it compares probabilities. Every filter needs
+    the log-sum-exp if a bias has a gradient, because the bias gradient is always exact.
     """
     is_filtered = leaves_out(gradient_filter, depth)
     return is_filtered and (gradient_filter == "published" or of_bias)
 
 
 def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
-    """Return an upper bound of the bytes that a filter needs.
+    """Return an upper bound of the bytes that a gradient filter needs.
 
-    The bound includes the classes' scores and the kept tiles of the logits' gradients. It also
-    includes sums of the hidden states' gradient (dE), and the indices of sorted rows and classes.
+    The filter drops unlikely classes from a loss's gradients. Its score of a class is the sum or
+    the maximum of the class's probabilities in a group of rows (tokens). The bound includes these
+    scores, and the logits' gradients of the tiles (128 rows x 128 classes) that the filter keeps.
+    It also includes sums of the hidden states' gradient (dE), and the indices of sorted rows and
+    classes.
     """
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)

@@ -1,5 +1,8 @@
-"""The sizes that the loops over blocks of rows use for a call with a gradient filter: groups of
-rows, tiles and launch options."""
+"""The sizes of groups of rows (tokens) and tiles, and launch options, for the gradient filters.
+
+A gradient filter drops unlikely classes from a loss's gradients. Loops over blocks of rows use
+these sizes for a call with a filter.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,13 @@ FILTER_ITEMS = 4
 
 
 class FilterShapes(NamedTuple):
-    """Tiles, warps and pipeline stages of the filters' kernels on one kind of GPU.
+    """Tiles, warps and pipeline stages of the gradient filters' kernels on one kind of GPU.
 
-    A group of rows, for which the filter chooses classes, contains `rows` rows. Logits are computed
-    in tiles of `columns` classes, and products in tiles of `rows` x `product_columns`. A
-    multiprocessor runs `per_processor` programs that compute products at the same time. If there
-    are two, one multiplies while the other reads and writes the weight's gradient (dC).
+    A gradient filter drops unlikely classes from a loss's gradients. The filter chooses these
+    classes separately for each group of `rows` rows (tokens). Logits are computed in tiles of
+    `columns` classes, and products in tiles of `rows` x `product_columns`. A multiprocessor runs
+    `per_processor` programs that compute products at the same time. If there are two, one
+    multiplies while the other reads and writes the weight's gradient (dC).
     """
 
     rows: int
@@ -61,8 +65,11 @@ class FilterShapes(NamedTuple):
         }
 
     def scoring(self) -> dict[str, Any]:
-        """Return the compile-time constants and launch options of the kernel that scores
-        classes."""
+        """Return the compile-time constants and launch options of the kernel that scores classes.
+
+        A class's score is the sum or the maximum of its probabilities in a group of rows (tokens).
+        The gradient filter drops classes with low scores.
+        """
         return {
             **self._constants(self.columns, self.warps[0], self.stages[0]),
             "FLATTEN": self.flatten,
@@ -70,7 +77,11 @@ class FilterShapes(NamedTuple):
 
     def filling(self) -> dict[str, Any]:
         """Return the compile-time constants and launch options of the kernel that computes the
-        logits' gradients of the tiles that the filter keeps."""
+        logits' gradients.
+
+        The gradient filter drops unlikely classes. The kernel computes only the tiles (rows x
+        classes) in which the filter keeps a class.
+        """
         return self._constants(self.rows, self.warps[1], self.stages[1])
 
     def multiplying(self) -> dict[str, Any]:
@@ -83,24 +94,25 @@ class FilterShapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def filter_shapes_for(device: torch.device) -> FilterShapes:
-    """Return the tile shapes of the filters' kernels for a GPU, or small shapes for Triton's
-    interpreter without CUDA."""
+    """Return the tile shapes of the gradient filters' kernels for a GPU, or small shapes for
+    Triton's interpreter without CUDA."""
     if device.type != "cuda":
         return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
     return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
 
 
 def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
-    """Return the tile shapes for GPUs of compute capability 9.0, or those for all other GPUs."""
+    """Return the gradient filters' tile shapes for compute capability 9.0 or for other GPUs."""
     if is_hopper:
         return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
     return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
 
 
 def filter_rows(rows: int, tile: int) -> int:
-    """Return how many rows a block has under a filter, a multiple of the group size `tile`.
+    """Return how many of `rows` rows (tokens) form a block for a gradient filter.
 
-    All blocks of a call have about the same number of rows.
+    The filter drops unlikely classes in each group of `tile` rows, so the result is a multiple of
+    `tile`. All blocks of a call have about the same number of rows.
     """
     tiles = max(-(-rows // tile), 1)
     blocks = -(-tiles // FILTER_GROUPS)
@@ -108,12 +120,12 @@ def filter_rows(rows: int, tile: int) -> int:
 
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a loop under a filter, without its packed tiles (the logits' gradients of
-    the tiles that the filter keeps).
+    """Return the bytes of a loop with a gradient filter, without the stored logits' gradients.
 
-    The function counts:
+    The loop runs over blocks of rows (tokens). The filter drops unlikely classes from the
+    gradients. The function counts:
 
-    - the classes' scores;
+    - the classes' scores: sums or maxima of their probabilities in each group of rows;
     - for each class, a word with a bit per group of rows, and the sorted order of these words;
     - two copies of hidden-state rows, and sums of the hidden states' gradient (dE);
     - for each row and each level (a score below which the filter drops classes), the sum of the
@@ -125,8 +137,10 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 def filter_capacity(
     rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
 ) -> int:
-    """Return how many packed tiles (tiles of the logits' gradient that the filter keeps) are in
-    memory at one time.
+    """Return how many packed tiles are in memory at one time.
+
+    A packed tile contains the logits' gradients of `tile` rows (tokens) and `tile` classes. A
+    gradient filter drops unlikely classes, and only tiles with a kept class are stored.
     """
     groups = rows // tile
     taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)
