@@ -61,7 +61,10 @@ class Dense(NamedTuple):
 
 
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
-    """Return the shape of a mask's codes, which take one byte per tile.
+    """Return the shape of a mask's codes: one byte per tile of `TILE` x `TILE` (64 x 64) elements.
+
+    The code of a tile is empty (every key is hidden), full (every key is visible and the mask adds
+    0) or partial.
 
     Example: (4, 1, 2, 1) for a mask of shape (4, 1, 100, 1).
     """
@@ -74,7 +77,7 @@ def classify(
     mask: Tensor,
 ) -> Tensor:
     """Return the code of each tile of a mask: empty (every key is hidden), full (every key is
-    visible) or partial.
+    visible and the mask adds 0) or partial.
 
     The result is a uint8 tensor of shape (B or 1, H or 1, tiles, tiles).
     """
@@ -84,7 +87,11 @@ def classify(
 
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
-    """Return the same codes as `classify`, computed by a Triton kernel."""
+    """Return the code of each tile of a mask, computed by a Triton kernel.
+
+    As from `classify`, a code is empty (every key is hidden), full (every key is visible and the
+    mask adds 0) or partial.
+    """
     from . import mask_tiles_kernels as kernels
 
     shape = table_shape(mask)
