@@ -405,12 +405,11 @@ def _attention_hopper_gradients_query_kernel(
 
 @gluon.jit
 def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of keys that a program computes in a given round, and the tiles of queries
-    with which the program combines the tile of keys.
+    """Return the tile of keys that a program computes in a given round.
 
-    In each round, every program computes one tile. The five numbers of `_bounds` describe the tiles
-    of queries. The tile's sequence and key head are returned too, first as one combined index, then
-    as two indices.
+    In each round, every program computes one tile. The tile's sequence and key head are returned
+    too, first as one combined index, then as two indices. The program combines the tile with tiles
+    of queries, which the last result describes by the five numbers of `_bounds`.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:

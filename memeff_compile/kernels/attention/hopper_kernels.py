@@ -161,8 +161,8 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
     key.
 
     The fourth result tells whether a position of the tile sees positions with gaps between them.
-    The last result is a pointer to joint ids: those of the sequence's keys for a tile of queries,
-    and those of its queries for a tile of keys.
+    For a tile of queries, the last result is a pointer to the joint ids of the sequence's keys. For
+    a tile of keys, the last result is a pointer to the joint ids of the sequence's queries.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)

@@ -63,8 +63,8 @@ class Dense(NamedTuple):
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
     """Return the shape of a mask's codes: one byte per tile of `TILE` x `TILE` (64 x 64) elements.
 
-    The code of a tile is empty (every key is hidden), full (every key is visible and the mask adds
-    0) or partial.
+    A code is empty (every key is hidden), full (every key is visible and the mask adds 0) or
+    partial.
 
     Example: (4, 1, 2, 1) for a mask of shape (4, 1, 100, 1).
     """
@@ -76,10 +76,10 @@ def classify(
     # bool, true where a key is visible, or floating, added to scores; any size may be 1
     mask: Tensor,
 ) -> Tensor:
-    """Return the code of each tile of a mask: empty (every key is hidden), full (every key is
-    visible and the mask adds 0) or partial.
+    """Return the code of each tile of a mask.
 
-    The result is a uint8 tensor of shape (B or 1, H or 1, tiles, tiles).
+    A code is empty (every key is hidden), full (every key is visible and the mask adds 0) or
+    partial. The result is a uint8 tensor of shape (B or 1, H or 1, tiles, tiles).
     """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)
@@ -89,8 +89,8 @@ def classify(
 def classify_in_kernel(mask: Tensor) -> Tensor:
     """Return the code of each tile of a mask, computed by a Triton kernel.
 
-    As from `classify`, a code is empty (every key is hidden), full (every key is visible and the
-    mask adds 0) or partial.
+    A code is empty (every key is hidden), full (every key is visible and the mask adds 0) or
+    partial. `classify` returns the same codes.
     """
     from . import mask_tiles_kernels as kernels
 

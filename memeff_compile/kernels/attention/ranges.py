@@ -56,18 +56,18 @@ def find(
     The kernels combine tiles of `own` queries with tiles of `others` keys. The table contains, one
     after another:
 
-    - for each tile of queries, the `FIELDS` (8) numbers, such as the first tile of keys with which
-      the kernel combines this tile;
+    - for each tile of queries, the `FIELDS` (8) numbers, such as the first of its tiles of keys;
     - for each sequence, four lists. The first two lists contain the first and the last key that
       each query sees. The last two lists contain the joint ids of the queries and of the keys. The
       joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide
       the key;
-    - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
-      an infinity at a key that the mask of keys hides, and otherwise 0.
+    - for each sequence and key head, a flag: 1 if a hidden number of `checked` is nan or infinite,
+      otherwise 0. `checked` contains keys, values, or both. The mask of keys hides keys and their
+      values.
 
     Without `ours_are_queries`, queries and keys change roles in the tiles and the lists. The lists
-    then contain the first and the last query that sees each key. For a query that sees no key, or a
-    key that no query sees, the first position is larger than the last position.
+    then contain the first and the last query that sees each key. If a query sees no key, or no
+    query sees a key, the first position is larger than the last position.
     """
     from . import ranges_kernels as kernels
 
@@ -101,8 +101,8 @@ def find(
 def _find_infinite(
     call: Call, checked: Sequence[Tensor], tables: key_tiles.Tables, flags: Tensor
 ) -> None:
-    """Write 1 to the flag of a sequence and key head if one of the tensors `checked` has nan or an
-    infinity at a key that the mask of keys hides.
+    """Write 1 to the flag of a sequence and key head if `checked` has nan or an infinity at a key
+    that the mask of keys hides.
 
     `checked` contains the keys, the values, or both.
     """

@@ -291,10 +291,9 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return a similarity (B, H, H) between each head of the upper layer and each head of the lower
     layer.
 
-    The keys (or values) of one head, minus their mean, form a matrix with one row per token. The
-    similarity is the norm of the product of two heads' matrices, one of them transposed, divided by
-    the norms of the two matrices. An orthogonal map of one head's rows does not change this
-    similarity.
+    The keys (or values) of one head, minus their mean, form a matrix with one row per token. For
+    two such matrices X and Y, the similarity is the norm of `Y.T @ X`, divided by the norms of X
+    and Y. An orthogonal map of one head's rows does not change this similarity.
 
     `rows` contains the keys, or the values, of the lower layer and of the upper layer. `means`, (B,
     H, 2, D), contains the means of both over the tokens that count. On a GPU, 16-bit rows are
