@@ -114,8 +114,10 @@ def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
 
 
 def unlike_sizes(named: Mapping[str, Tensor]) -> str | None:
-    """Return the reason why the sizes of tensors that passed `unlike_heads` do not fit together, or
-    None if they do."""
+    """Return the reason why the sizes of queries, keys and values do not fit together, or None if
+    they do.
+
+    The tensors must already have four axes, one dtype and one device, as `unlike_heads` checks."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     sizes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if k.shape != v.shape:

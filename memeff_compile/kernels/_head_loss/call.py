@@ -49,8 +49,9 @@ class Settings(NamedTuple):
         """Return the settings of a call, without a gradient filter if a requested result does not
         allow a filter.
 
-        For label smoothing, for example, the caller requests the sum of each row's logits. Every
-        class then has a gradient, so the filter may drop no class.
+        A gradient filter drops classes whose logits have small gradients. For label smoothing, for
+        example, the caller requests the sum of each row's logits. Every class then has a gradient,
+        so the filter may drop no class.
         """
         is_exact = self.with_logit_sum or self.with_entropy or self.with_top
         return self._replace(gradient_filter="exact") if is_exact else self
@@ -161,7 +162,7 @@ class Gradients(NamedTuple):
 
 class ScalarLoss(NamedTuple):
     """The arguments of a call whose loss is a single number: the weighted sum of all rows' losses,
-    divided by the argument `norm`.
+    divided by the op's argument `norm`.
     """
 
     hidden: Tensor  # (N, D) of any floating dtype
@@ -221,11 +222,12 @@ class ScalarLoss(NamedTuple):
         )
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each row's loss in the total: the row's weight divided by the norm,
-        or 0 if the row is ignored.
+        """Return the factor of each row's loss in the total: the row's weight divided by `norm`, or
+        0 if the row is ignored.
 
-        The factor of an ignored row is 0 even if the norm is 0, which occurs if all rows are
-        ignored.
+        `norm` is the number by which the op's caller divides the total loss. Without `norm`, the
+        weights are not divided. The factor of an ignored row is 0 even if `norm` is 0, which occurs
+        if all rows are ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
@@ -235,7 +237,11 @@ class ScalarLoss(NamedTuple):
         return factors if ignored is None else factors.masked_fill(ignored, 0)
 
     def total_of(self, nll: Tensor) -> Tensor:
-        """Return the weighted sum of the rows' losses, divided by the argument `norm`."""
+        """Return the total loss: the weighted sum of the rows' losses `nll`, divided by `norm`.
+
+        `norm` is the number that the loss op's caller passed. Without `norm`, the sum is not
+        divided.
+        """
         row_weight, norm = self.row_weight, self.norm
         total = (nll if row_weight is None else nll * row_weight.to(nll.dtype)).sum()
         return total if norm is None else total / norm

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions for losses: they split a tile of products of hidden states and weight into
-parts, and turn the products into logits.
+"""Device functions for losses: they turn matrix products of hidden states and weight into logits.
 
-The kernels multiply logits by log2(e), so that they can use exp2: z2 = z * log2(e). The kernels
-process compact rows: ignored rows are left out. Kernels read the number of remaining rows from GPU
-memory (`kept_ptr`). The host never reads this number.
+Two functions split the columns of a tile of products into halves or quarters. Code that processes
+one half or quarter at a time needs fewer registers. The kernels multiply logits by log2(e), so that
+they can use exp2: z2 = z * log2(e). The kernels process compact rows: ignored rows are left out.
+Kernels read the number of remaining rows from GPU memory (`kept_ptr`). The host never reads this
+number.
 """
 
 from __future__ import annotations

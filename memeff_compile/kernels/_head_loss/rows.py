@@ -1,8 +1,8 @@
 """Functions that list the rows (tokens) that a loss does not ignore, and copy these rows.
 
-Other functions gather the numbers from which the rows' gradients are computed. Ignored rows are
-left out before any matrix product. No function here waits for the GPU or copies a value from the
-GPU to the host.
+Another function gathers the numbers from which the gradients of a row's logits are computed.
+Ignored rows are left out before any matrix product. No function here waits for the GPU or copies a
+value from the GPU to the host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from .shapes import GATHERED, LISTED, Tiles, row_block
 
 
 class Selection(NamedTuple):
-    """The rows that are not ignored, as index tensors for kernels.
+    """The rows (tokens) that a loss does not ignore, as index tensors for kernels.
 
-    If no row is ignored, the fields `order`, `place` and `kept` are None.
+    The compact rows are the rows that are not ignored, numbered from 0. `order` and `place`
+    translate between original and compact rows. `kept` is the number of compact rows. These three
+    fields are None if the call has no `ignore_index`, or also computes ignored rows.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target
@@ -89,6 +91,13 @@ def row_values(
     each row that is not ignored.
 
     The result is (5, N) fp32. Column i of the result belongs to the i-th row that is not ignored.
+    The numbers of a row are:
+
+    - the row's log-sum-exp, in base 2;
+    - the factor of p, the softmax of the logits;
+    - the number that is subtracted at the target class;
+    - the factor of the class weights, if the sum of logits was requested;
+    - the factor of p log2 p, if the entropy was requested.
     """
     rows = saved.lse.numel()
     values = saved.lse.new_empty((5, rows))

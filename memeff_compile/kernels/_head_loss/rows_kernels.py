@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the module `rows`.
 
-The kernels list the rows that are not ignored, copy these rows, and gather the numbers from which
-the rows' gradients are computed.
+One kernel lists the rows (tokens) whose target is not `ignore_index`. Another kernel copies
+hidden-state rows. The third kernel gathers, for each row, the five numbers from which the row's
+gradient of the logits is computed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def _head_loss_rows_compact_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
 ):
-    """List the rows that are not ignored, in order. A single program computes a prefix sum over
-    flags, one per row, that are 1 for a row that is not ignored."""
+    """List the rows (tokens) that are not ignored, in order. A single program computes a prefix sum
+    over flags, one per row, that are 1 for a row that is not ignored."""
     count = 0
     for start in range(0, rows, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -101,9 +102,10 @@ def _head_loss_rows_cotangents_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gather the numbers from which a row of G (the logits' gradient) is computed.
+    """Gather the five numbers from which a row of G (the logits' gradient) is computed.
 
-    Rows after the last row that is not ignored get zeros."""
+    The comment on `row_values_ptr` lists these numbers. Rows after the last row that is not ignored
+    get zeros."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = offs < rows
     is_row = in_range

@@ -1,5 +1,5 @@
-"""Loops over the blocks of rows or classes of an op's call, in the order in which an implementation
-computes the blocks."""
+"""Loops over the blocks of rows (tokens) or classes of a loss op's call, in the order in which an
+implementation computes the blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Block(NamedTuple):
 
 
 class Walk(ABC):
-    """A loop over the blocks of rows or classes of an op's call, and the implementation's work on
-    each block."""
+    """A loop over the blocks of rows or classes of a loss op's call, and the implementation's work
+    on each block."""
 
     extent: int  # rows or classes of the call
     step: int  # of a block
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks in the order of computation."""
+        """Yield the call's blocks of rows or classes, in the order in which they are computed."""
         for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
             yield Block(number, first, stop)
 
@@ -34,7 +34,7 @@ class Walk(ABC):
     def results(self) -> Any:
         """Return the results that the op's caller requested.
 
-        Call this method after the last block."""
+        Call this method after the last block of rows or classes was computed."""
 
 
 class Statistics(Walk):
@@ -46,11 +46,11 @@ class Statistics(Walk):
 
 
 class Differentiating(Walk):
-    """A loop that computes gradients.
+    """A loop that computes the gradients of a loss op.
 
-    Some of these loops also compute the rows' losses. Without a gradient filter, such a loop
-    computes the losses and the gradients from the same logits. All other loops compute the logits
-    again.
+    Some of these loops also compute the rows' losses. If such a loop has no gradient filter, it
+    computes the losses and the gradients from the same logits. A gradient filter drops classes
+    whose logits have small gradients. All other loops for gradients compute the logits again.
     """
 
     @abstractmethod

@@ -130,12 +130,12 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:
 
 
 def is_described(argument: Any) -> bool:
-    """Return whether an argument is a descriptor that `described` returned."""
+    """Return whether a kernel argument is a tensor descriptor, through which a GPU loads tiles."""
     return hasattr(argument, "block_shape")
 
 
 def tiles_in(descriptor: Any) -> tuple[Any, ...]:
-    """Return the properties of a descriptor that are known at compile time, except its layout."""
+    """Return a tensor descriptor's properties that are known at compile time, except its layout."""
     return (*descriptor.block_shape, descriptor.base.dtype)
 
 

@@ -96,7 +96,7 @@ H200 = GPUS[9, 0]
 def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
     """Return the features of a kind of GPU.
 
-    A GPU without a row in the table gets the features that all GPUs of its vendor have.
+    A GPU without a row in the table `GPUS` gets the default values of the fields of `Gpu`.
     """
     found = GPUS.get(capability) if vendor == NVIDIA else None
     # so a GPU of AMD with the numbers 9.0 is not taken for a Hopper GPU

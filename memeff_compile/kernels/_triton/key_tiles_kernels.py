@@ -109,11 +109,15 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile, whether the mask shows any position of the tile, and whether it shows
-    all of them.
+    """Return, for each tile of queries or keys, four numbers that describe its shown positions.
 
-    Without a mask, all positions are shown. Also return the smallest and the largest id of the
-    shown positions.
+    A position is shown if the mask of keys does not hide it. Without a mask, all positions are
+    shown. The four numbers are:
+
+    - whether any position of the tile is shown, and whether all of them are shown;
+    - the smallest and the largest sequence id of the shown positions.
+
+    With sequence ids, a query attends only to keys with the query's own id.
     """
     shown = place < length
     inside = tl.minimum(place, length - 1)
@@ -134,8 +138,11 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
     """Return which of the tiles `other` the program visits, and which of them are complete (every
     key is visible to every query).
 
-    `reach` is `visited_by`'s result for the program's tile. `ours` and `theirs` are `table_of`'s
-    results for the program's tile and for the tiles `other`.
+    A program combines its own tile of queries or keys with the tiles that it visits. `reach` is the
+    result of `visited_by`: the range of visited tiles and the range of complete tiles, if only
+    positions matter. `ours` and `theirs` describe the program's tile and the tiles `other`, as
+    `table_of` does. These descriptions tell which positions are hidden, and the range of sequence
+    ids.
     """
     visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)
     complete = (other >= reach[1]) & (other < reach[2]) & (ours[1] * theirs[1] != 0)

@@ -94,7 +94,11 @@ def noted(launches: list[Launch]) -> Iterator[None]:
 
 def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:
     """Run a kernel like `kernel[grid](*arguments, **given)`, with all its constants in one
-    argument."""
+    argument.
+
+    The constants are the keyword arguments with capitalised names, such as ROWS=64. If the kernel
+    has an argument C, it reads this constant as C.ROWS.
+    """
     notes = _notes.get()
     if notes is not None:
         notes.append(Launch(kernel, _typed(arguments), packed(kernel, given)))

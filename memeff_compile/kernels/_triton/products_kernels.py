@@ -21,7 +21,10 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def of_head(x, batch, head):
-    """Return the pointer to the rows of one attention head in a `key_tiles.Rows`."""
+    """Return the pointer to the rows (tokens) of one attention head.
+
+    `x`, a `key_tiles.Rows`, contains the pointer and the strides of a (B, H, rows, D) tensor.
+    """
     return x.ptr + batch * x.batch + head * x.head
 
 

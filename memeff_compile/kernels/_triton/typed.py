@@ -36,5 +36,7 @@ def typed(tensor: Tensor) -> Any:
 
 
 def is_typed(argument: Any) -> bool:
-    """Return whether an argument is a stand-in from `typed`."""
+    """Return whether a kernel argument is an object that `typed` made in place of a tensor.
+
+    Triton can compile kernels for this object, but cannot run them."""
     return isinstance(argument, _Typed)

@@ -25,11 +25,16 @@ class Call:
     sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def scales(self) -> tuple[float, float]:
-        """Return two scales: the first turns raw scores into exponents of 2, and the second is
-        applied inside the softcap.
+        """Return two scales that turn products of queries and keys into exponents of 2.
 
-        If the mask is a bias, the second scale turns products of queries and keys into scores. The
-        first scale then only converts scores to base 2.
+        Kernels apply the second scale first. The results are called raw scores:
+
+        - With a softcap, a raw score is the tanh of the scaled product.
+        - If the mask is a bias, a raw score is the scaled product, to which the bias is added.
+        - Otherwise the second scale is 1, and a raw score is the product.
+
+        The first scale then turns raw scores into exponents of 2. If the mask is a bias, the first
+        scale only converts scores to base 2.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:

@@ -92,7 +92,7 @@ def shape_for(*, has_tables: bool) -> Shape:
 
 
 def is_faster(call: Call) -> bool:
-    """Return whether this module's Gluon kernel was faster than the kernel of the implementation
+    """Return whether this module's Gluon kernel was faster than the Triton kernel of the module
     `tiles` for calls of this kind.
     """
     batch, heads, _, queries, keys, depth = call.sizes
@@ -103,10 +103,11 @@ def is_faster(call: Call) -> bool:
 
 
 def has_measured_tables(call: Call) -> bool:
-    """Return whether a call with sequence ids or a mask of keys is self-attention of a kind that
-    was timed.
+    """Return whether calls like this one, with sequence ids or a mask of keys, were timed.
 
-    The forward pass of such calls was compared with float64 and timed on a GPU.
+    Only self-attention was timed, within this module's limits on heads, head dimensions, lengths,
+    masks and Triton versions. The forward pass of such calls was compared with float64 and timed on
+    a GPU.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     positions = batch * queries
@@ -148,14 +149,14 @@ def _has_measured_masks(call: Call) -> bool:
 
 
 def masks_only_keys(call: Call) -> bool:
-    """Return whether a mask of keys is the only condition of a call."""
+    """Return whether a mask of keys is the only condition that hides keys from queries."""
     given = call.given
     is_unbounded = given.ahead is None and given.behind is None
     return is_unbounded and given.key_mask is not None and given.query_ids is None
 
 
 def serves(call: Call) -> bool:
-    """Return whether the Gluon kernel supports a call of the implementation `tiles`."""
+    """Return whether this module's Gluon kernel supports a call of attention."""
     given, depth = call.given, call.sizes[5]
     is_plain = given.mask is None and not given.softcap and not call.mean and given.scale > 0
     if not (is_plain and call.q.is_cuda and gpu(call.q.device).is_hopper):
@@ -205,8 +206,15 @@ def ranges_of(
     ours_are_queries: bool = True,
     checked: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the table of visited tiles and visible positions that `ranges.find` makes. If the mask
-    depends only on positions, return a placeholder, which kernels do not read.
+    """Return the table, made by `ranges.find`, from which a kernel reads the keys that each query
+    sees.
+
+    The kernel combines tiles of `own` queries with tiles of `others` keys. For each tile of
+    queries, the table contains the range of tiles of keys with visible keys. For each query, the
+    table contains the first and the last visible key. Without `ours_are_queries`, queries and keys
+    change roles. The table also tells whether a tensor of `checked` has nan or an infinity at a
+    hidden key. If the mask depends only on positions, return a placeholder, which kernels do not
+    read.
     """
     if not call.given.has_tables():
         return call.q
@@ -214,7 +222,11 @@ def ranges_of(
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes, like `tiles.attend`."""
+    """Return attention over the keys that no mask excludes, and the log-sum-exp of each query's
+    scores.
+
+    The results have the shapes (B, H, M, D) and (B, H, M). The second result is fp32.
+    """
     from .._triton.gluon import tiles_of_heads
     from . import hopper_kernels as kernels
 

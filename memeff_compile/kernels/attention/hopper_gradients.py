@@ -69,10 +69,10 @@ def plan_for(depth: int, keys: int) -> Plan:
 
 
 def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
-    """Return whether this module's kernels were faster than those of the implementation `tiles` for
-    backward calls of this kind.
+    """Return whether this module's Gluon kernels were faster than the Triton kernels of the module
+    `tiles` for backward calls of this kind.
 
-    `grad` is the gradient of the result `out`.
+    `grad` is the gradient of attention's result `out`.
     """
     batch, heads, groups, queries, keys, depth = call.sizes
     if call.given.has_tables():
@@ -90,7 +90,10 @@ def is_faster(call: Call, grad: Tensor, out: Tensor) -> bool:
 
 
 def serves(call: Call, grad: Tensor, out: Tensor) -> bool:
-    """Return whether the Gluon kernels support a backward call of the implementation `tiles`."""
+    """Return whether this module's Gluon kernels support a backward call of attention.
+
+    `grad` is the gradient of attention's result `out`.
+    """
     if not hopper.serves(call):
         return False
     return all(map(hopper.is_loadable, (grad, out)))
@@ -120,7 +123,7 @@ def gradients(
     out: Tensor,  # the result of `attend`
     lse: Tensor,  # likewise, contiguous
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, like `tiles.gradients`."""
+    """Return the gradients of attention's inputs q, k and v."""
     plan = plan_for(call.sizes[5], call.sizes[4])
     with on_device(call.q):
         grad_q, stats = _query_gradient(call, grad, out, lse, plan.query_gradient)
@@ -132,6 +135,9 @@ def _query_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of q, and two numbers for each query, which the kernel for the gradients
     of k and v reads.
+
+    The numbers are the log-sum-exp in base 2, and the sum of the output gradient times the output.
+    For a query without visible keys, the first number is infinity.
     """
     from .._triton.gluon import tiles_of_heads
     from . import hopper_gradients_kernels as kernels
@@ -157,7 +163,8 @@ def _query_gradient(
 
 
 def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return the gradients of k and v; `stats` are the second result of `_query_gradient`."""
+    """Return the gradients of k and v; `stats` are the two numbers of each query from
+    `_query_gradient`."""
     from .._triton.gluon import tiles_of_heads
     from . import hopper_gradients_kernels as kernels
 
@@ -199,9 +206,10 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _run(kernel: Any, call: Call, shape: Shape, tiles: int, arguments: tuple[Any, ...]) -> None:
-    """Run a kernel with one program per multiprocessor.
+    """Run a kernel with at most one program per multiprocessor.
 
-    `tiles` is the number of tiles in one sequence, over all heads.
+    The kernel computes the gradients of tiles of queries or of tiles of keys. `tiles` is the number
+    of these tiles in one sequence, over all heads.
     """
     constants = constants_of(shape, call.sizes[5], hopper.flags_of(call))
     programs = min(call.sizes[0] * tiles, processors(call.q.device))

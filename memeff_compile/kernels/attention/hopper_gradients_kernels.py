@@ -74,7 +74,8 @@ def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round.
 
     In each round, every program computes one tile. Also return the sequence and the head of the
-    tile of queries, and the tiles of keys that it visits.
+    tile of queries. The program combines this tile with tiles of keys, which the last result
+    describes by the five numbers of `_bounds`.
     """
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
@@ -117,8 +118,8 @@ def _load_own_queries(descs, memory, bars, at, turn, C: gl.constexpr):
 
 @gluon.jit
 def _load_query_gradient(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
-    """Load the program's tiles of queries, and the tiles of keys and values that each tile of
-    queries visits.
+    """Load the program's tiles of queries, and the tiles of keys and values with which each tile of
+    queries is combined.
 
     The first keys and values are loaded before the queries, because their shared memory becomes
     free earlier than the shared memory for queries.
@@ -404,11 +405,11 @@ def _attention_hopper_gradients_query_kernel(
 
 @gluon.jit
 def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of keys that a program computes in a given round, and the tiles of queries
-    that the program visits. In each round, every program computes one tile.
+    """Return the tile of keys that a program computes in a given round.
 
-    The tile's sequence and key head are returned too, first as one combined index, then as two
-    indices.
+    In each round, every program computes one tile. The tile's sequence and key head are returned
+    too, first as one combined index, then as two indices. The program combines the tile with tiles
+    of queries, which the last result describes by the five numbers of `_bounds`.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:

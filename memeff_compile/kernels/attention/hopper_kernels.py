@@ -92,7 +92,9 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the visited tiles, for masks that depend only on positions, as five numbers:
+    """Return the visited tiles, for masks that depend only on positions, as five numbers.
+
+    A program combines its own tile of queries or keys with the visited tiles. The five numbers are:
 
     - the first visited tile, the first complete tile (without hidden keys), the end of the complete
       tiles;
@@ -108,8 +110,13 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
     """Return the tile that a program computes in a given round, from a table that `ranges.find`
     made. Also return the tile's sequence and head.
 
-    The last result describes the visited tiles by the same five numbers that `_bounds` returns. The
-    table lists the tiles of all sequences in one order: tiles with the most work come first.
+    The table lists the tiles of all sequences in one order: tiles with the most work come first.
+    The program combines a tile of queries with tiles of keys, or a tile of keys with tiles of
+    queries. The last result describes these other tiles, called the visited tiles, by five numbers:
+
+    - the first visited tile, the first complete tile (without hidden keys), the end of the complete
+      tiles;
+    - the number of incomplete tiles, and the number of all visited tiles.
     """
     pairs = rows // heads * tiles
     nth, head = _place_of(turn, heads, pairs, width)
@@ -128,13 +135,16 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 def _sequence_of(
     ranges_ptr, batches, batch, tiles, others, OURS: gl.constexpr, OTHERS: gl.constexpr
 ):
-    """Return two pointers into the result of `ranges.find`.
+    """Return two pointers into the table that `ranges.find` made.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. The first pointer points to the numbers of one sequence: for each position, the
-    first and the last visible position, and a joint id. The second pointer points to the flags of
-    all sequences. A flag tells whether hidden keys or values of a sequence and key head are nan or
-    infinite. `others` is the number of visited positions of a sequence.
+    The first pointer points to the numbers of one sequence. For a kernel with tiles of queries,
+    each query has three numbers: its first and its last visible key, and its joint id. Each key has
+    a joint id too. The joint ids of a query and a key are equal if neither the mask of keys nor the
+    sequence ids hide the key. For a kernel with tiles of keys, queries and keys change roles.
+
+    The second pointer points to the flags of all sequences. A flag tells whether hidden keys or
+    values of a sequence and key head are nan or infinite. `others` is the number of the sequence's
+    keys for tiles of queries, and the number of its queries for tiles of keys.
     """
     size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
     first_ptr = ranges_ptr + batches * tiles * FIELDS
@@ -143,13 +153,16 @@ def _sequence_of(
 
 @gluon.jit
 def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexpr):
-    """Return three numbers for each position of a tile.
+    """Return three numbers for each position of a tile of queries or keys, and two more results.
 
-    The first two numbers are the first and the last position that the position of the tile sees.
-    The third number, the joint id, is equal for a query and a key if neither the mask of keys nor
-    the sequence ids hide the key. The last result is a pointer to the joint ids of the visited
-    positions. The result before this pointer tells whether at least one position of the tile sees
-    positions with gaps between them.
+    For a query, the first two numbers are the first and the last key that it sees. For a key, they
+    are the first and the last query that sees the key. The third number is the joint id. The joint
+    ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide the
+    key.
+
+    The fourth result tells whether a position of the tile sees positions with gaps between them.
+    For a tile of queries, the last result is a pointer to the joint ids of the sequence's keys. For
+    a tile of keys, the last result is a pointer to the joint ids of the sequence's queries.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)
@@ -161,10 +174,10 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
 
 @gluon.jit
 def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
-    """Find the tiles in which hidden keys must be replaced by zeros: all tiles before one tile, and
-    all tiles from another tile on. Return these two tiles.
+    """Find the tiles of keys in which hidden keys or values must be replaced by zeros.
 
-    If no hidden key has nan or an infinity, there are no such tiles.
+    These are all tiles before one tile, and all tiles from another tile on. Return these two tiles.
+    If no hidden key or value has nan or an infinity, there are no such tiles.
     """
     clean, dirty = 0, NOWHERE
     if C.HAS_KEY_MASK:
@@ -177,12 +190,20 @@ def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
 
 @gluon.jit
 def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexpr):
-    """Return the part of the result of `ranges.find` that belongs to a tile of queries.
+    """Return the numbers from which a kernel finds the keys that a tile of queries sees.
 
-    The first result describes the tile's positions: the positions themselves, the three numbers of
-    each position that `_ranges_of` returns, and whether visible keys have gaps between them. The
-    other results are a pointer to the joint ids of the sequence's keys, and the two tiles that
-    `_dirty_tiles` returns.
+    The numbers come from the table that `ranges.find` made. The first result describes the tile's
+    queries by five items:
+
+    - the queries' positions;
+    - the first and the last visible key of each query;
+    - the joint id of each query;
+    - whether a query's visible keys have gaps between them.
+
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key. The second result is a pointer to the joint ids of the sequence's keys. The last
+    two results are tiles of keys. Before the first of these tiles, and from the second one on,
+    hidden keys or values must be replaced by zeros.
 
     `sequences` is the number of sequences. `at` contains the tile's sequence, the tile, and the
     number of tiles of a sequence. `heads` contains the index of the tile's sequence and query head,
@@ -200,8 +221,10 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
 
 @gluon.jit
 def _nth(index, found):
-    """Return the tile with the given index in the order of the program's visits: tiles with hidden
-    keys come first."""
+    """Return the visited tile with a given index: tiles with hidden keys come first.
+
+    A program combines its own tile with the visited tiles. `found` describes them by the five
+    numbers of `_bounds`."""
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)
@@ -228,7 +251,8 @@ def _is_within(ours, other):
     """Return which positions of a visited tile are in the visible range of each position of the
     program's own tile.
 
-    A position's visible range extends from the first to the last position that this position sees.
+    One of these two tiles contains queries, and the other contains keys. A position's visible range
+    extends from the first to the last position that this position sees.
     """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
@@ -238,10 +262,11 @@ def _is_within(ours, other):
 @gluon.jit
 def _is_same(ours, joint_ids):
     """Return in which pairs of a query and a key neither the mask of keys nor the sequence ids hide
-    the key, for the program's own tile and a visited tile.
+    the key.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. So the function compares joint ids.
+    The queries and keys are those of the program's own tile and a visited tile. The joint ids of a
+    query and a key are equal if neither the mask of keys nor the sequence ids hide the key. So the
+    function compares joint ids.
     """
     return gl.expand_dims(ours[3], 1) == gl.expand_dims(joint_ids, 0)
 
@@ -255,14 +280,14 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _is_dirty(tile, told):
-    """Return whether hidden keys of a visited tile must be replaced by zeros."""
+    """Return whether hidden keys or values of a tile of keys must be replaced by zeros."""
     _, _, _, clean, dirty = told
     return (tile < clean) | (tile >= dirty)
 
 
 @gluon.jit
 def _clear_hidden(memory, told, tile, C: gl.constexpr):
-    """Write zeros over hidden keys in shared memory, because 0 times nan is nan.
+    """Write zeros over a tile's hidden keys or values in shared memory, because 0 times nan is nan.
 
     Every group of warps writes the same numbers, so groups need not wait for each other.
     """
@@ -280,8 +305,9 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
 def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round.
 
-    Also return the sequence and the head of the tile of queries, and the tiles of keys that it
-    visits.
+    In each round, every program computes one tile. Also return the sequence and the head of the
+    tile of queries. The program combines this tile with tiles of keys, which the last result
+    describes by the five numbers of `_bounds`.
     """
     batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     if C.HAS_BOUNDS:
@@ -315,7 +341,8 @@ def _load_own(q_desc, memory, full, empty, at, taken, C: gl.constexpr):
 
 @gluon.jit
 def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
-    """Load the queries of each tile, and the keys and values that the tile visits."""
+    """Load the program's tiles of queries, and the tiles of keys and values with which each tile of
+    queries is combined."""
     q_desc, k_desc, v_desc = descs
     q_memory, k_memory, v_memory, _ = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars
@@ -355,9 +382,11 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 def _joint_ids_at(other, told, MASKED: gl.constexpr):
     """Return a joint id for each position of a visited tile.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. With MASKED = GAPS, the kernel compares joint ids to find hidden keys. With other
-    values of MASKED, the function returns the positions themselves, which `_hide` does not use.
+    The program combines its own tile of queries with visited tiles of keys, or the other way
+    around. `other` contains the positions of the visited tile. The joint ids of a query and a key
+    are equal if neither the mask of keys nor the sequence ids hide the key. With MASKED = GAPS, the
+    kernel compares joint ids to find hidden keys. With other values of MASKED, the function returns
+    the positions themselves, which `_hide` does not use.
     """
     joint_ids = other
     if MASKED == GAPS:
@@ -377,10 +406,13 @@ def _hide(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return `numbers`, the scores or softmax weights of the program's own tile and a visited tile,
-    with `HIDDEN_NUMBER` where a key is hidden from a query.
+    """Return `numbers` with `HIDDEN_NUMBER` where a key is hidden from a query.
 
-    `AXIS` is the axis of the queries.
+    `numbers` are the scores or softmax weights of a tile of queries and a tile of keys. One of
+    these tiles is the program's own tile, and the other is the visited tile. `AXIS` is the axis of
+    the queries: 0 if the own tile contains queries, otherwise 1. `ours` describes the positions of
+    the own tile. `other` and `joint_ids` contain the positions of the visited tile and their joint
+    ids. `told` contains the bounds on positions, the number of keys, and a pointer to joint ids.
     """
     span, keys, joint_ids_ptr, _, _ = told
     query, key = ours[0], other

@@ -121,7 +121,12 @@ def _attention_mask_tiles_lists_kernel(
 
 @triton.jit
 def list_of(dense, batch, head, tile, others):
-    """Return the list of tiles of a program, with its numbers of full and partial tiles."""
+    """Return the list of mask tiles that a program visits, and its numbers of full and partial
+    tiles.
+
+    In a full tile, every key is visible. All other tiles in the list are partial. `others` is the
+    number of tiles that a list can contain.
+    """
     list_ptr = dense.lists_ptr + batch * dense.lists_batch + head * dense.lists_head
     list_ptr += (batch * 0 + tile) * (3 + others)
     return list_ptr, tl.load(list_ptr), tl.load(list_ptr + 1)
@@ -132,7 +137,8 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
     """Return full tile number `index` of a list or, if MASKED, partial tile number `index`.
 
     In a full tile, every key is visible. All other tiles in the list are partial. Full tiles are
-    counted from the front of the list, partial tiles from the end.
+    counted from the front of the list, partial tiles from the end. `others` is the number of tiles
+    that the list can contain.
     """
     place = 2 + index
     if MASKED:
@@ -142,8 +148,12 @@ def listed(index, list_ptr, others, MASKED: tl.constexpr):
 
 @triton.jit
 def firsts_of(list_ptr, others):
-    """Return the first full tile and the first partial tile of a list, if the list has such
-    tiles."""
+    """Return the first full tile and the first partial tile of a program's list of mask tiles.
+
+    In a full tile, every key is visible. All other tiles in the list are partial. If the list has
+    no tile of a kind, the result for this kind has no meaning. `others` is the number of tiles that
+    the list can contain.
+    """
     return listed(0, list_ptr, others, False), listed(0, list_ptr, others, True)
 
 

@@ -51,22 +51,23 @@ CHECKED = 128
 def find(
     call: Call, own: int, others: int, *, ours_are_queries: bool, checked: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Return the tiles that each tile of queries (or, without `ours_are_queries`, of keys) visits,
-    and three numbers for each position, as int32.
+    """Return an int32 table, from which attention kernels read the keys that each query sees.
 
-    `own` is the number of positions of a tile, and `others` the number of positions of a visited
-    tile. The result contains, one after another:
+    The kernels combine tiles of `own` queries with tiles of `others` keys. The table contains, one
+    after another:
 
-    - for each tile, the `FIELDS` (8) numbers that describe the tiles that it visits;
-    - for each sequence, four lists. The first two lists contain the first and the last visited
-      position that each position of the tiles sees. The joint ids of a query and a key are equal if
-      neither the mask of keys nor the sequence ids hide the key. The last two lists contain the
-      joint ids of the positions of the tiles, and the joint ids of the visited positions;
-    - for each sequence and key head, 1 if a tensor of `checked` (keys, values, or both) has nan or
-      an infinity at a hidden key, and otherwise 0.
+    - for each tile of queries, the `FIELDS` (8) numbers, such as the first of its tiles of keys;
+    - for each sequence, four lists. The first two lists contain the first and the last key that
+      each query sees. The last two lists contain the joint ids of the queries and of the keys. The
+      joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide
+      the key;
+    - for each sequence and key head, a flag: 1 if a hidden number of `checked` is nan or infinite,
+      otherwise 0. `checked` contains keys, values, or both. The mask of keys hides keys and their
+      values.
 
-    For a position that sees no visited position, the result contains a first position that is
-    larger than the last position.
+    Without `ours_are_queries`, queries and keys change roles in the tiles and the lists. The lists
+    then contain the first and the last query that sees each key. If a query sees no key, or no
+    query sees a key, the first position is larger than the last position.
     """
     from . import ranges_kernels as kernels
 
@@ -100,8 +101,10 @@ def find(
 def _find_infinite(
     call: Call, checked: Sequence[Tensor], tables: key_tiles.Tables, flags: Tensor
 ) -> None:
-    """Write 1 to the flag of a sequence and key head if one of the tensors `checked` has nan or an
-    infinity at a hidden key.
+    """Write 1 to the flag of a sequence and key head if `checked` has nan or an infinity at a key
+    that the mask of keys hides.
+
+    `checked` contains the keys, the values, or both.
     """
     from . import ranges_kernels as kernels
 

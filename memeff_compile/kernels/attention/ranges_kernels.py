@@ -2,11 +2,12 @@
 """Kernels that prepare a call with sequence ids or a mask of keys, for the attention kernels in
 Gluon.
 
-One kernel finds the tiles that each tile visits. For each position, this kernel finds the first and
-the last visible position. The joint ids of a query and a key are equal if neither the mask of keys
-nor the sequence ids hide the key. The same kernel computes a joint id for each position. The second
-kernel finds nan and infinities at hidden keys. The third kernel sorts the tiles by their work. The
-module `ranges` describes the results.
+For each tile of queries, the first kernel finds the tiles of keys to combine with this tile. For
+each query, this kernel also finds the first and the last visible key. The same kernel computes a
+joint id, one number, for each query and each key. The joint ids of a query and a key are equal if
+neither the mask of keys nor the sequence ids hide the key. For the gradients of keys and values,
+queries and keys change roles. The second kernel finds nan and infinities at hidden keys. The third
+kernel sorts the tiles by their work. The module `ranges` describes the results.
 
 In variable names, "ours" is the tile of the program, and "others" are the tiles that it visits.
 """
@@ -41,8 +42,12 @@ VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 @triton.jit
 def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Look at `PART` visited positions, from `start` on. For each position of the program, return
-    the first and the last of them that it sees, and how many it sees.
+    """Return, for each position of the program's tile, which of `PART` visited positions it sees.
+
+    If the program's tile contains queries, the visited positions are keys, and the other way
+    around. A query and a key see each other if the query attends to the key. The `PART` positions
+    begin at `start`. The results are the first and the last position that is seen, and the number
+    of seen positions.
     """
     place, is_ours = mine
     their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
@@ -62,12 +67,14 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
 
 @triton.jit
 def _ends(found, start, stop):
-    """For each position of the program, return the first and the last visited position that it
-    sees, and how many it sees.
+    """Return, for each position of the program's tile, the first and the last visited position that
+    it sees, and how many it sees.
 
-    The visited positions are passed as ranges. The vectors `start` and `stop` contain the first
-    position of each range, and the position after its last one. `found` says which of these ranges
-    each position sees. A position sees a range completely or not at all.
+    If the program's tile contains queries, the visited positions are keys, and the other way
+    around. A query and a key see each other if the query attends to the key. The visited positions
+    are passed as ranges. The vectors `start` and `stop` contain the first position of each range,
+    and the position after its last one. `found` says which of these ranges each position sees. A
+    position sees a range completely or not at all.
     """
     low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
     high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)

@@ -46,8 +46,10 @@ class _Operands:
         """Return a block's scores after the softcap, a mask of the visible scores, and the range of
         the block's keys.
 
-        The scores and the mask have the shape (B, G, R, stop - first, keys), or broadcast to it.
-        The returned scores are not masked.
+        The block contains the queries from `first` up to, not including, `stop`. The scores and the
+        mask have the shape (B, G, R, stop - first, keys), or broadcast to it. The axes are B
+        sequences, G key-value heads, and R query heads that share a key-value head. The returned
+        scores are not masked.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)
@@ -65,7 +67,10 @@ class _Operands:
         return score, counts[:, None, None], keys
 
     def _mask(self, first: int, stop: int) -> Tensor:
-        """Return the mask for a block of queries, (B or 1, G or 1, R or 1, rows, keys)."""
+        """Return the mask for a block of queries, (B or 1, G or 1, R or 1, rows, keys).
+
+        G is the number of key-value heads, and R the number of query heads that share one of them.
+        """
         mask = self.given.mask
         assert mask is not None
         if mask.shape[2] > 1:
@@ -82,14 +87,16 @@ def block_of(heads: int, queries: int, keys: int) -> int:  # heads of all sequen
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply (B, G, R, m, X) by (B, G, X, Y), which the R query heads of a group share."""
+    """Multiply (B, G, R, m, X) by (B, G, X, Y).
+
+    The R query heads that use one key-value head share the second factor."""
     batch, groups, repeat, rows, inner = a.shape
     found = torch.matmul(a.reshape(batch, groups, repeat * rows, inner), b)
     return found.view(batch, groups, repeat, rows, b.shape[3])
 
 
 def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Sum a^T b over the queries and the query heads of a group.
+    """Sum a^T b over the queries and the query heads that share a key-value head.
 
     The inputs are (B, G, R, m, X) and (B, G, R, m, Y).
     """

@@ -162,9 +162,12 @@ def _rows(tensor: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes, in bf16 or fp16: the same two results
-    as `reference.attend`. Without a `plan`, calls for which `hopper.is_faster` is true run the
-    kernel of `hopper`.
+    """Return attention over the keys that no mask excludes, and the log-sum-exp of each query's
+    scores.
+
+    The first result is (B, H, M, D) in bf16 or fp16, and the second is (B, H, M) in fp32. If the
+    mask is a bias, the second result is (2, B, H, M), as in `reference.attend`. Without a `plan`,
+    calls for which `hopper.is_faster` is true run the Gluon kernel of the module `hopper`.
     """
     from . import tiles_kernels as kernels
 
@@ -193,7 +196,7 @@ def gradients(
     *,
     plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v: the same results as `reference.gradients`."""
+    """Return the gradients of attention's inputs q, k and v, as `reference.gradients` does."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)

@@ -69,8 +69,12 @@ def _weights(raw, sums, scale):
 
 @triton.jit
 def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
-    """Load a tile of the mask, of shape (elements of the program's tile, elements of the visited
-    tile)."""
+    """Load a tile of the mask, of shape (positions of the program's tile, positions of the visited
+    tile).
+
+    One of these tiles contains queries, and the other contains keys. `is_ours` and `is_other` tell
+    which of their positions lie inside the tensors. Outside, the result is 0.
+    """
     corner, places, stride = mask
     inside = is_ours[:, None] & is_other[None, :]
     return tl.load(corner + start * stride + places, mask=inside, other=0)
@@ -128,8 +132,16 @@ def _program(rows, tiles, C: tl.constexpr):
 
 @triton.jit
 def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
-    """Return the tiles that a program visits. If HAS_MASK, also return their list and the list's
-    maximum length.
+    """Return the tiles that a program visits: it combines these tiles with its own tile.
+
+    The first four results are tile numbers:
+
+    - the first tile, and the first fully visible tile;
+    - the end of the fully visible tiles, and the end of all tiles.
+
+    If HAS_MASK, the program visits the tiles of a list instead. The third result then counts the
+    fully visible tiles, and the fourth all tiles of the list. The further results are the list, its
+    maximum length, and its first fully and first partly visible tile.
 
     `tile` contains the batch index, a query head, the tile's number and the number of tiles. For a
     tile of keys, the query head is the first one that attends to these keys. The lengths, bounds

@@ -10,9 +10,10 @@ differ mostly by a mean and a rotation. A pair of layers has these maps:
 
 An aligned row is `row - mean` in the lower layer, and `(row - mean) @ turn` in the upper layer,
 where `turn` is the orthogonal matrix. The *slot* of a head of the upper layer is the number of its
-matching head in the lower layer. If a cache merges two layers, both layers share some tensors. The
-`norms` of `layout.SharedValues` are in the order of the upper layer's heads. In all other shared
-tensors, the heads are in the order of the lower layer's matching heads (the slots).
+matching head in the lower layer. If a cache merges two layers, both layers share some tensors. If
+only the values are merged, the shared tensor `norms` contains ratios of the two layers' lengths of
+values. The ratios are in the order of the upper layer's heads. In all other shared tensors, the
+heads are in the order of the lower layer's matching heads (the slots).
 
 The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
 """
@@ -57,7 +58,9 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over two layers' keys and values, from which the maps between the layers are fitted."""
+    """Functions that sum rows (keys or values) of two layers, and products of these rows.
+
+    From the sums, `fit` computes the maps that make the two layers' keys and values similar."""
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -107,10 +110,12 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace means and products of keys by averages, as if each key also appeared at later
-    positions.
+    """Replace the means and products of two layers' keys by averages over later positions.
 
-    The average is over the positions from a key's own to `span` positions later.
+    The means are in `maps`. `products` contains the sums over tokens of the upper layer's keys
+    times the lower layer's keys, after subtracting the means. The average is over the positions
+    from a key's own to `span` positions later, as if the key also appeared there. `angles` are
+    those of the keys' rotary embedding.
     """
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
@@ -127,14 +132,18 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors that all sequences share:
+    """Return two tensors, from which two layers of a KV cache, lower and upper, are aligned.
+
+    A row is the key or the value of one token in one attention head. All sequences share the two
+    tensors:
 
     - the slot (matching head of the lower layer) of each head of the upper layer, (H);
     - the sums of products of the two layers' rows, over all sequences, (H, 2, D, D).
 
-    The orthogonal matrices closest to these sums are the rotations. `rows` contains the keys and
-    values of both layers, and `counted` says which tokens count, as in `fit`. `slots` contains the
-    slots that an earlier call chose. If `slots` is None, this call chooses the slots.
+    The orthogonal matrices closest to these sums are the rotations that align the layers. `rows`
+    contains the keys and values of both layers, and `counted` says which tokens count, as in `fit`.
+    `slots` contains the slots that an earlier call chose. If `slots` is None, this call chooses the
+    slots.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)
@@ -149,7 +158,12 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sums of rows that `Sums` describes, in fp32 or fp64."""
+    """Return the sums over tokens of two layers' keys and values, in fp32 or fp64.
+
+    `rows` contains the keys and values of the lower layer, then those of the upper layer, or only
+    the values. Each tensor is (B, H, N, D), and the result is (B, H, `len(rows)`, D). Only tokens
+    for which `counted` is true are added.
+    """
     kind = wide(rows[0].dtype)
     found = []
     for x in rows:
@@ -161,7 +175,13 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return the sums of products that `Sums` describes, in fp32 or fp64."""
+    """Return the sums over tokens of products of two layers' rows, in fp32 or fp64.
+
+    A row is the key or the value of one token in one attention head. A product is the outer product
+    of an upper layer's row and the row of the matching head in the lower layer. Before, the means
+    in `maps` are subtracted. `rows` contains the keys and values of the lower layer, then those of
+    the upper layer, or only the values. Only tokens for which `counted` is true are added.
+    """
     products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
     kinds = len(rows) // 2
     for at, span in itertools.product(range(kinds), _spans(rows[0])):
@@ -199,11 +219,13 @@ def upper_heads(maps: Maps) -> Tensor:
 
 
 def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
-    """Apply the maps to the rows of two layers, and return the results, called aligned rows.
+    """Apply the maps to the keys and values of two layers, and return the results, called aligned
+    rows.
 
-    The results are in fp32 or fp64, and their heads are in the order of the slots (heads of the
-    lower layer). `rows` contains the keys and values of both layers, or only the values, as in
-    `fit`.
+    The maps subtract the mean of each layer's rows, and rotate the upper layer's rows towards those
+    of the lower layer. A row is the key or the value of one token in one attention head. The
+    results are in fp32 or fp64, and their heads are in the order of the slots (heads of the lower
+    layer). `rows` contains the keys and values of both layers, or only the values, as in `fit`.
     """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]
@@ -217,8 +239,9 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
 def cosines(rows: Sequence[Tensor], counted: Tensor) -> list[Tensor]:
     """Return the cosines between the aligned rows (keys or values) of two layers.
 
-    The result is one tensor (B, H, N) for keys and one for values. `rows` contains the keys and
-    values of the lower layer, then those of the upper layer.
+    To align rows, the function subtracts their means, and rotates the upper layer's rows towards
+    those of the lower layer. The result is one tensor (B, H, N) for keys and one for values. `rows`
+    contains the keys and values of the lower layer, then those of the upper layer.
     """
     batch, heads, _, depth = rows[0].shape
     means = rows[0].new_empty((batch, heads, 2, depth), dtype=wide(rows[0].dtype))
@@ -237,9 +260,11 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Turn aligned rows back into the rows of a layer, in the order of the layer's own heads.
+    """Turn aligned rows back into a layer's keys or values, in the order of the layer's own heads.
 
-    The function inverts `aligned`: it rotates the rows back and adds the means.
+    An aligned row is one token's key or value in one head, minus a mean. In the upper layer, it is
+    also rotated towards the lower layer's rows. The function inverts `aligned`: it rotates the rows
+    back and adds the means.
     """
     means, turns, slots = maps
     kind = rows.dtype
@@ -266,10 +291,13 @@ def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return a similarity (B, H, H) between each head of the upper layer and each head of the lower
     layer.
 
-    The similarity is the norm of the matrix product of the two heads' rows, divided by the norms of
-    the two matrices of rows. An orthogonal map of one head's rows does not change this similarity.
-    `rows` contains the rows of both layers, and `means`, (B, H, 2, D), their means. On a GPU,
-    16-bit rows are multiplied in 16 bits.
+    The keys (or values) of one head, minus their mean, form a matrix with one row per token. For
+    two such matrices X and Y, the similarity is the norm of `Y.T @ X`, divided by the norms of X
+    and Y. An orthogonal map of one head's rows does not change this similarity.
+
+    `rows` contains the keys, or the values, of the lower layer and of the upper layer. `means`, (B,
+    H, 2, D), contains the means of both over the tokens that count. On a GPU, 16-bit rows are
+    multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]
