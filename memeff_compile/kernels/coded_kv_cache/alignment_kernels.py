@@ -6,8 +6,8 @@ sums over tokens. One sum adds up the rows of each layer. The other sum adds up 
 token's rows in the two layers. The mean row of each layer is subtracted first. Each program sums
 over some tokens of one sequence and head and writes a partial sum. Another step adds the partial
 sums in a fixed order. The kernels read rows directly in the model's tensors, without an fp32 copy.
-One kernel applies the maps to a prompt's rows, a few groups of tokens at a time. It writes the
-results to a temporary fp32 buffer.
+One kernel applies the maps to a prompt's rows, a few groups of tokens at a time. This kernel writes
+the results to a temporary fp32 buffer.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _put(
     """Add the codes of one column block to the bytes that are being packed, and return these bytes.
 
     Column blocks are equal parts of the channels of a key or value (`parts_of`). With 3-bit codes,
-    the highest bit of each code goes to a second tensor, which is also returned. 8-bit codes are
-    stored immediately.
+    the highest bit of each code goes to a second tensor, which is also returned. The function
+    stores 8-bit codes immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -171,8 +171,8 @@ def _store_bytes(
     """Store the bytes into which `_put` has packed the codes of some tokens and columns.
 
     Column blocks are equal parts of the channels of a key or value (`parts_of`). The tensor
-    `column` contains columns of a block. A byte contains the codes of this column in all blocks. If
-    codes have 8 bits, `_put` has already stored them.
+    `column` contains numbers of columns in a block. A byte contains the codes that have the same
+    column number in all blocks. If codes have 8 bits, `_put` has already stored them.
 
     With 3-bit codes, the third (highest) bits of two tokens share a byte. For keys, the two tokens
     are neighbours. For values, token i of the first half of the given tokens shares a byte with

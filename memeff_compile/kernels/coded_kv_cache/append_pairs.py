@@ -229,13 +229,12 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
     """Return sums of outer products of two layers' rows over the tokens that `counted` selects.
 
-    A row is the key, or the value, of one token and head. Each product, (D, D), multiplies the rows
-    of one token: a row of the upper layer and the matching head's row of the lower layer. The mean
-    of the head's rows, from `maps`, is subtracted from each row first. `rows` and `counted` are
-    those of `sum_rows`.
+    A row is the key, or the value, of one token and head. Each product, (D, D), multiplies a row of
+    the upper layer by the same token's row in the lower layer's matching head. The mean of the
+    head's rows, from `maps`, is subtracted from each row first. `rows` and `counted` are those of
+    `sum_rows`.
 
-    The result has shape (B, H, 2, D, D) for keys and values, and (B, H, 1, D, D) if only values are
-    passed.
+    The result is (B, H, 2, D, D), or (B, H, 1, D, D) for only values.
     """
     from . import alignment_kernels as kernels
 
