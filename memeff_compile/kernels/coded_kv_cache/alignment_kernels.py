@@ -1,11 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Kernels that fit the maps that align two layers' keys and values, and apply them to a prompt.
+"""Kernels for the linear maps that make the keys and values of two layers similar.
 
-The maps follow from two sums over tokens: the sum of the rows, and the sum of the products of two
-layers' rows. Each program sums over some tokens of one sequence and head and writes a partial sum.
-Another step adds the partial sums in a fixed order. The kernels read rows directly in the model's
-tensors, without an fp32 copy. The kernels apply the maps to the rows of a few groups of tokens at a
-time. The kernels write the results to a temporary fp32 buffer.
+A row is the key vector, or the value vector, of one token and head. The maps are fitted from two
+sums over tokens. One sum adds up the rows of each layer. The other sum adds up outer products of a
+token's rows in the two layers. The mean row of each layer is subtracted first. Each program sums
+over some tokens of one sequence and head and writes a partial sum. Another step adds the partial
+sums in a fixed order. The kernels read rows directly in the model's tensors, without an fp32 copy.
+One kernel applies the maps to a prompt's rows, a few groups of tokens at a time. This kernel writes
+the results to a temporary fp32 buffer.
 """
 
 from __future__ import annotations

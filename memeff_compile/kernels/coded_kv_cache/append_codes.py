@@ -51,10 +51,13 @@ def append(
     programs: int = PROGRAMS,
     codes_values: bool = True,  # False if another launch encodes values
 ) -> None:
-    """Write new tokens and encode the groups that are complete. The op has already checked the
-    shapes.
+    """Write the keys and values of new tokens to a layer's cache, and encode groups of old tokens.
 
-    A token beyond `limit` is not written, and attention then returns nan until the cache is reset.
+    The window is the memory for the latest tokens, which stay unencoded. When the window is full,
+    the group of its oldest tokens is encoded. The op has already checked the shapes.
+
+    If the cache would contain more than `limit` tokens, no token is written. Attention then returns
+    nan until the cache is reset.
     """
     from . import append_codes_kernels as kernels
 

@@ -21,7 +21,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def parts_of(BITS, SHARES):
-    """Return the number of column blocks into which a row of codes is split.
+    """Return the number of column blocks: equal parts of the channels of a key or value.
 
     With 2 or 4 bits, a byte contains one code of each column block. If scales are per token, all
     codes of a token in one column block share a scale.
@@ -85,8 +85,10 @@ def _stored(step, ptr):
 
 @triton.jit
 def _between(x, is_left_out):
-    """Return the smallest and the largest number of each column, or 0 and 0 if all rows are left
-    out."""
+    """Return the smallest and the largest number of each column of `x`.
+
+    Rows for which `is_left_out` is true are ignored. If all rows are, the result is 0 and 0.
+    """
     low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
     high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
     is_empty = low > high
@@ -117,7 +119,10 @@ def _steps(low, high, most, scales_base):
 
 @triton.jit
 def _load_rows(base, slot, column, row, step, IS_VALUE: tl.constexpr):
-    """Load rows in fp32: (tokens, columns) for keys, (columns, tokens) for values."""
+    """Load some columns of tokens' keys or values in fp32.
+
+    The result is (tokens, columns) for keys and (columns, tokens) for values.
+    """
     if IS_VALUE:
         x = tl.load(base + slot[None, :] * row + column[:, None] * step)
     else:
@@ -138,8 +143,9 @@ def _put(
 ):
     """Add the codes of one column block to the bytes that are being packed, and return these bytes.
 
-    With 3-bit codes, the highest bit of each code goes to a second tensor, which is also returned.
-    8-bit codes are stored immediately.
+    Column blocks are equal parts of the channels of a key or value (`parts_of`). With 3-bit codes,
+    the highest bit of each code goes to a second tensor, which is also returned. The function
+    stores 8-bit codes immediately.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     low, high = made
@@ -162,8 +168,11 @@ def _put(
 def _store_bytes(
     made, codes_base, at, C: tl.constexpr, SHARE: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Store the bytes with the codes of all column blocks, for some tokens and some columns of each
-    block.
+    """Store the bytes into which `_put` has packed the codes of some tokens and columns.
+
+    Column blocks are equal parts of the channels of a key or value (`parts_of`). The tensor
+    `column` contains numbers of columns in a block. A byte contains the codes that have the same
+    column number in all blocks. If codes have 8 bits, `_put` has already stored them.
 
     With 3-bit codes, the third (highest) bits of two tokens share a byte. For keys, the two tokens
     are neighbours. For values, token i of the first half of the given tokens shares a byte with
@@ -197,7 +206,11 @@ def _store_bytes(
 
 @triton.jit
 def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return the columns of some tokens, split into the column blocks of a row."""
+    """Load the keys, or the values, of some tokens, with one tensor per column block.
+
+    Column blocks are equal parts of the channels of a key or value (`parts_of`). From each block,
+    the function loads only the columns in the tensor `column`.
+    """
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
     COUNT: tl.constexpr = parts_of(bits_of(C, IS_VALUE), C.DEPTH // C.CHANNELS)
@@ -221,8 +234,10 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Quantise some tokens and columns of a group of tokens with given quantisation steps, and
-    store the codes.
+    """Quantise keys, or values, with given quantisation steps, and store the codes.
+
+    The function quantises some tokens of a group and, in each column block, some columns. Column
+    blocks are equal parts of the channels (`parts_of`).
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
@@ -254,7 +269,8 @@ def _code_keys(
 ):
     """Encode a group of keys with one scale per channel.
 
-    A program may encode only some columns of each column block.
+    The channels are divided into equal column blocks (`parts_of`). If PIECES programs share the
+    group, a program encodes 1 / PIECES of the columns of each block. `piece` is its index.
     """
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -276,7 +292,11 @@ def _code_keys(
 
 @triton.jit
 def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode a group of tokens, or only some of the group's tokens, with one scale per token."""
+    """Encode the keys, or the values, of a group of tokens with scales per token.
+
+    `CHANNELS` channels of a token share a scale. If PIECES programs share the group, a program
+    encodes 1 / PIECES of the tokens. `piece` is its index.
+    """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -319,8 +339,11 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
 def _code_group(
     rows, room, pair, coded, first, piece, groups, C: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Encode the group of tokens that starts at the position `coded`, or only this program's share
-    of the group."""
+    """Encode the keys, or the values, of the group of tokens that starts at the position `coded`.
+
+    If PIECES is 1, a program encodes the whole group. Otherwise, PIECES programs share the group,
+    and the program with the index `piece` encodes one share.
+    """
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * bits_of(C, IS_VALUE) // 8
     SCALES: tl.constexpr = (
@@ -346,7 +369,7 @@ def _keep(x, position, is_token, first, kept, C: tl.constexpr):
 
 @triton.jit
 def _base(source, pair, kv_heads):
-    """Return the pointer to the new rows of one sequence and head."""
+    """Return the pointer to the new keys, or the new values, of one sequence and head."""
     return source[0] + pair // kv_heads * source[1] + pair % kv_heads * source[2]
 
 
@@ -359,6 +382,9 @@ def _behind(length, coded, new, C: tl.constexpr):
 @triton.jit
 def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Write the new keys, or the new values, of one sequence and head.
+
+    When the window of latest tokens is full, the function encodes the group of its oldest tokens.
+    If another launch encodes this group, the function skips it.
 
     Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """

@@ -23,13 +23,16 @@ from .pair_reference import Merging, keep, keep_rows, spans_of
 def append_lower(
     k_window: Tensor, v_window: Tensor, counts: Tensor, k: Tensor, v: Tensor, limit: int
 ) -> None:
-    """Write tokens of the lower layer into its window of latest tokens.
+    """Write new keys and values to the window of the lower of two merged layers.
 
-    If the cache would then have more than `limit` tokens, the kernel writes none of them. Instead,
-    the kernel overwrites the latest token in the window with nan.
+    Each layer stores its latest tokens exactly, in its own window: `k_window` and `v_window`, each
+    (B, H, W, D). A later append to the upper layer merges older tokens of the two layers. `counts`
+    (3,) contains the layer's number of tokens, its number of merged tokens, and a counter of the
+    kernel.
 
-    The tokens may have any strides. `k_window`, `v_window` and `counts` have the same meaning as
-    for `pair_reference.append_lower`.
+    If the cache would then have more than `limit` tokens, the kernel writes no new token. Instead,
+    the kernel overwrites the latest token in the window with nan. `k` and `v`, (B, H, T, D), may
+    have any strides.
     """
     from . import append_pairs_kernels as kernels
 
@@ -57,11 +60,17 @@ def append_pair(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Write tokens of both layers, or of the upper layer only, and merge both layers' complete
-    groups of tokens.
+    """Append new tokens to the caches of two merged layers, and merge groups of older tokens.
 
-    If the cache would contain more than `limit` tokens, or if the two layers have different numbers
-    of tokens, no token is written. Attention then returns nan until the cache is reset.
+    Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
+    two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged
+    in each layer's window. When the windows are full, the group of their oldest tokens is merged.
+    `settings` determines which of its tokens stay unmerged. If `lower_new` is None, `append_lower`
+    has already written the lower layer's tokens.
+
+    No token is written if the caches would contain more than `limit` tokens. The same holds if the
+    two layers would have different numbers of tokens. Attention then returns nan until the cache is
+    reset.
     """
     from . import append_pairs_kernels as kernels
 
@@ -116,19 +125,20 @@ def _constants(depth: int, group: int, bits: int, settings: Merging) -> dict[str
 def merge_prompt(
     pair: Pair, rows: Sequence[Tensor], coded: int, group: int, bits: int, settings: Merging
 ) -> None:
-    """Use kernels to merge two layers' keys and values of a prompt (the first tokens that are
-    written to an empty cache).
+    """Merge two layers' keys and values of a prompt, by kernels.
 
-    The cache then contains the same as after `pair_reference.merge`.
+    A prompt is the first tokens that are written to an empty cache.
+
+    The caches then contain the same as after `pair_reference.merge`.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the keys of both layers and the values of both layers.
+        """Return the two layers' keys, then the two layers' values, for the tokens in `span`.
 
-        If there are maps that make the two layers' rows similar, apply these maps to the rows.
+        If there are maps that make the two layers' keys and values similar, apply these maps.
         """
         some = [x[:, :, span] for x in rows]
         keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
@@ -164,11 +174,11 @@ def align_prompt(
     heads: Tensor,  # (B, H) int32, the upper layer's head of each slot
     group: int,  # tokens per program
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Apply the linear maps that make two layers' keys and values similar, and return the results
-    in fp32.
+    """Apply the linear maps that make two layers' keys and values similar.
 
-    The function returns the same aligned rows as `alignment.aligned`, but first the keys of both
-    layers, then the values. The heads are ordered by slot (head of the lower layer).
+    The function returns the results in fp32. It returns the same aligned rows as
+    `alignment.aligned`, but first the keys of the two layers, then their values. The heads are
+    ordered by slot (head of the lower layer).
     """
     from . import alignment_kernels as kernels
 
@@ -189,9 +199,11 @@ def align_prompt(
 
 
 def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
-    """Return the sum of the rows for which `counted` is true.
+    """Return the sums of two layers' keys and values over the tokens for which `counted` is true.
 
-    The shape is (B, H, 4, D) for keys and values of both layers, or (B, H, 2, D) for only values.
+    `rows` contains the keys and values of the lower layer, then those of the upper layer, or only
+    the two layers' values. Each tensor is (B, H, N, D), and `counted` is (B, N). The result is (B,
+    H, 4, D), or (B, H, 2, D) for only values.
     """
     from . import alignment_kernels as kernels
 
@@ -215,13 +227,14 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return sums of products of two layers' rows.
+    """Return sums of outer products of two layers' rows over the tokens that `counted` selects.
 
-    The result has shape (B, H, 2, D, D) for keys and values, and (B, H, 1, D, D) if only values are
-    passed.
+    A row is the key, or the value, of one token and head. Each product, (D, D), multiplies a row of
+    the upper layer by the same token's row in the lower layer's matching head. The mean of the
+    head's rows, from `maps`, is subtracted from each row first. `rows` and `counted` are those of
+    `sum_rows`.
 
-    Each product multiplies a row of the upper layer by the row of the matching head in the lower
-    layer. The mean of the head's rows, from `maps`, is subtracted from each row first.
+    The result is (B, H, 2, D, D), or (B, H, 1, D, D) for only values.
     """
     from . import alignment_kernels as kernels
 
@@ -276,8 +289,10 @@ def measure_prompt(
     values: tuple[Tensor, Tensor],  # likewise
     group: int,  # tokens per program
 ) -> Tensor:
-    """Return the larger of two distances, (B, H, n): between the two layers' keys and between their
-    values."""
+    """Return the larger of two distances, (B, H, n): between two layers' keys and their values.
+
+    The distance of a token's two keys, or of its two values, is their angle divided by pi.
+    """
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape
@@ -306,10 +321,11 @@ def code_prompt(
     at: int = 0,  # position of the first row in the cache
     heads: Tensor | None = None,  # the upper layer's head of each slot, if layers are aligned
 ) -> None:
-    """Store one direction per token, which both layers share, for a prompt's keys or for its
-    values.
+    """Store a prompt's keys, or its values, in the merged form that two layers share.
 
-    Also store the lengths of the token's two vectors, one per layer.
+    For each token and head, the two layers' vectors become one direction (a unit vector) and two
+    lengths, one per layer. The function stores the direction, as codes or plain numbers, and the
+    lengths. Tokens for which `is_kept` is true stay unmerged. A key's length of -1 marks them.
     """
     from . import append_pairs_kernels as kernels
 
@@ -330,11 +346,11 @@ def code_prompt(
 
 
 def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two given tensors, or contiguous copies of them, so that both have equal strides
-    and contiguous rows.
+    """Return two layers' keys, or values, as tensors with equal strides.
 
-    In the returned tensors, the stride between tokens is a multiple of the row size. If the given
-    tensors do not meet these conditions, the function copies them.
+    In the returned tensors, a row (the D numbers of one token and head) is contiguous. The stride
+    between tokens is a multiple of D. If the given tensors do not meet these conditions, the
+    function copies them.
     """
     _, _, step, unit = lower.stride()
     is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
@@ -344,6 +360,7 @@ def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
 def _steps(x: Tensor) -> tuple[int, int, int]:
     """Return three strides of a tensor: between sequences, between heads and between tokens.
 
-    The first two strides are numbers of elements. The third stride is a number of rows.
+    The first two strides are numbers of elements. The third stride is a number of rows, of D
+    elements each.
     """
     return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

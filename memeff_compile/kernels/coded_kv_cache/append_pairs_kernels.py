@@ -66,7 +66,11 @@ def _sine(angle):
 
 @triton.jit
 def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the cosine between the rows of two layers, and the lengths of the rows."""
+    """Return the cosine of two layers' rows for each token of a group, and the rows' lengths.
+
+    A row is the key, or the value, of one token and head. `slot` contains the tokens' row numbers
+    in the memory at `lower` and in the memory at `upper`.
+    """
     column = tl.arange(0, SHARE)
     first = tl.zeros((GROUP,), dtype=tl.float32)
     second = tl.zeros((GROUP,), dtype=tl.float32)
@@ -85,8 +89,11 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the weights of the lower layer's row and of the upper layer's row in the sum that
-    gives the shared direction.
+    """Return the weights with which two layers' rows add up to their shared direction.
+
+    A row is a token's key, or value, in one layer. The shared direction is the unit vector that is
+    stored for the rows of the two layers. `m` and `n` are the lengths of the lower layer's row and
+    of the upper layer's row.
     """
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
@@ -112,8 +119,10 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the directions (unit vectors) that two merged layers share: (tokens,
-    columns) for keys, (columns, tokens) for values.
+    """Return some columns of the directions (unit vectors) that two merged layers share.
+
+    The result is (tokens, columns) for keys and (columns, tokens) for values. `a` and `b` are the
+    weights that `_factors` returns.
     """
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
@@ -134,10 +143,10 @@ def _code_directions(
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
-    """Encode the directions (unit vectors) of one group of keys or values, and store the norms of
-    both layers' keys or values, or the ratio of these norms.
+    """Merge two layers' keys, or values, of one group of tokens, and encode the result.
 
-    A direction is one unit vector that two layers share for a token's keys, or for its values. With
+    The two layers share one direction (unit vector) for a token's keys, and one for its values. The
+    function encodes the directions. It also stores the lengths (norms) of the keys or values. With
     NORMS == 2, the function stores both layers' norms. With NORMS == 1, the function multiplies the
     scales of the codes by the lower layer's norm. The function then stores only the upper layer's
     norm divided by the lower layer's norm.
@@ -237,9 +246,10 @@ def _code_directions(
 
 @triton.jit
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
-    """Copy rows (keys or values) from a window of latest tokens to the memory for unmerged rows.
+    """Copy keys or values from a window of latest tokens to memory where they are stored exactly.
 
-    The function copies only the rows for which `is_kept` is true.
+    Keys and values of other tokens are merged with those of another layer. The function copies only
+    the tokens for which `is_kept` is true.
     """
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)

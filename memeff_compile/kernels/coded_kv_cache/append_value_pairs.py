@@ -35,11 +35,15 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty: fit the maps to these tokens
 ) -> None:
-    """Write tokens of both layers, or of the upper layer only, and encode the groups that are
-    complete.
+    """Append new tokens to the caches of two layers that share values, and encode older tokens.
 
-    If the cache would contain more than `limit` tokens, or if the two layers have different numbers
-    of tokens, no token is written. Attention then returns nan until the cache is reset.
+    The latest tokens stay unencoded in each layer's window. When the windows are full, the group of
+    their oldest tokens is encoded. If `lower_new` is None, the lower layer's tokens are already in
+    its window.
+
+    No token is written if the caches would contain more than `limit` tokens. The same holds if the
+    two layers would have different numbers of tokens. Attention then returns nan until the cache is
+    reset.
     """
     if is_first and lower_new is not None:
         _append_first(pair, lower_new, upper_new, bits, recent, limit, settings)
@@ -66,7 +70,7 @@ def append(
 
 
 def _constants(pair: ValuePair, bits: int, recent: int, settings: Merging) -> dict[str, Any]:
-    """Return the compile-time constants of the kernels."""
+    """Return the compile-time constants of the kernels for two layers that share values."""
     shared, _, upper, _ = pair
     window, depth = upper.k_window.shape[2:]
     return {
@@ -96,8 +100,7 @@ def _append_first(
     limit: int,
     settings: Merging,
 ) -> None:
-    """Fit the linear maps that make the values of two layers similar, and append the tokens of both
-    layers.
+    """Fit the linear maps that make two layers' values similar, and append the layers' tokens.
 
     The tokens are the first ones that an empty cache gets. The maps are fitted to the values of
     these tokens.

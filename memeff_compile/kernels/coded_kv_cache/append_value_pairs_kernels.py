@@ -79,8 +79,10 @@ def _keep_early(window, kept, coded, first, C: tl.constexpr):
 
 @triton.jit
 def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
-    """Write the new keys of one sequence and head unless an earlier launch has written them, and
-    encode full groups.
+    """Write the new keys of one sequence and head, and encode groups of older keys.
+
+    If WRITES is false, an earlier launch has written the new keys. When the window of latest tokens
+    is full, the keys of its oldest GROUP tokens are encoded together.
 
     Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """
@@ -113,8 +115,10 @@ def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
 
 @triton.jit
 def _walk_values(sources, shared, lower, upper, maps, scratch_ptr, at, sizes, t, C: tl.constexpr):
-    """Write the new values of one head of each layer. For each full group of tokens, merge the
-    values of the two layers, and encode the merged values.
+    """Write the new values of one head of each of two layers, and merge groups of older values.
+
+    When the windows of latest tokens are full, the values of their oldest GROUP tokens are merged
+    and encoded.
 
     Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """

@@ -33,8 +33,9 @@ def quantized_heads(
     first: int = 0,  # the tokens before this position get `first_bits` instead
     first_bits: int = 4,  # as bits
 ) -> Tensor:
-    """Return heads that were encoded and decoded again; the backward pass passes the gradient on
-    unchanged.
+    """Return the heads of queries, keys or values after encoding and decoding.
+
+    The backward pass passes the gradient on unchanged.
     """
     require_bits("bits", bits)
     values = x.to(wide(x.dtype))
@@ -49,8 +50,10 @@ def quantized_heads(
 
 
 def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return heads encoded and decoded again: code * step, where the quantisation step is rounded
-    to the dtype in which a cache stores it.
+    """Return vectors of queries, keys or values, (B, H, N, D), after encoding and decoding.
+
+    The result is code * step, with one quantisation step per token and head. The step is rounded to
+    `dtype`, in which a cache stores it.
     """
     top = 2 ** (bits - 1) - 1
     step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)

@@ -60,7 +60,11 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The tensors that two layers share if their keys and values are merged."""
+    """The tensors that two layers share if their keys and values are merged.
+
+    For each merged token and head, the two layers share one unit vector for their keys and one for
+    their values. The tensors store these unit vectors, as codes or plain numbers.
+    """
 
     # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; PLAIN rows are numbers
     k_codes: Any
@@ -76,7 +80,10 @@ class Shared(NamedTuple):
 
 
 class Own(NamedTuple):
-    """The tensors that each of two merged layers has for itself, named as in `Pool`.
+    """The tensors that each of two layers has separately if their keys and values are merged.
+
+    The two layers share directions (unit vectors) of keys and of values, in the tensors of
+    `Shared`. Tensors with the same name in `Pool`, a layer's whole cache, have the same meaning.
 
     `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value. A negative
     norm of a key marks a token that is stored unmerged.
@@ -91,7 +98,10 @@ class Own(NamedTuple):
 
 
 class SharedValues(NamedTuple):
-    """The tensors that the two layers of a pair share if only their values are merged."""
+    """The tensors that two layers share if only their values are merged.
+
+    For each merged token and head, the two layers' values share one direction (a unit vector).
+    """
 
     v_codes: Any
     v_scales: Any  # with the lengths of the lower layer's values
@@ -101,8 +111,10 @@ class SharedValues(NamedTuple):
 
 
 class OwnKeys(NamedTuple):
-    """The tensors that are separate for each of two layers that share values, named as in
-    `Pool`."""
+    """The tensors that each of two layers has separately if only their values are merged.
+
+    Tensors with the same name in `Pool`, a layer's whole cache, have the same meaning.
+    """
 
     k_codes: Any
     k_scales: Any
@@ -127,8 +139,10 @@ class Maps(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """All cache tensors of two layers that share directions (one vector of length one for the keys,
-    or the values, of both layers).
+    """All cache tensors of two layers whose keys and values are merged.
+
+    For each merged token and head, the two layers share one unit vector for their keys and one for
+    their values.
     """
 
     shared: Shared
@@ -138,7 +152,7 @@ class Pair(NamedTuple):
 
 
 class ValuePair(NamedTuple):
-    """The tensors of two layers that share values."""
+    """All cache tensors of two layers whose values are merged, but not their keys."""
 
     shared: SharedValues
     lower: OwnKeys
@@ -147,8 +161,11 @@ class ValuePair(NamedTuple):
 
 
 def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Return the ten tensors that `coded_kv_cache_view` and `coded_kv_cache_attention` take, for
-    one layer of a `ValuePair`.
+    """Return the ten tensors of one layer's cache (`Pool`), if two layers share merged values.
+
+    The codes and scales of values and the positions of the first tokens are in `shared`
+    (`SharedValues`). The other tensors are in `own` (`OwnKeys`). The ops `coded_kv_cache_view` and
+    `coded_kv_cache_attention` take the result.
     """
     v_codes, v_scales, _, places = shared
     k_codes, k_scales, *rows, counts = own
@@ -169,7 +186,7 @@ class Layout:
 
     @property
     def window(self) -> int:
-        """Return how many latest tokens the cache can contain that are not yet encoded."""
+        """Return for how many of the latest tokens, not yet encoded, the cache has memory."""
         return self.recent + self.group
 
     @property
@@ -183,7 +200,11 @@ class Layout:
         return channel_group(self.depth, self.scheme)
 
     def groups(self, tokens: int) -> int:
-        """Return how many groups a cache for a given number of tokens contains, at least one."""
+        """Return for how many groups of encoded tokens a cache has memory, at least one.
+
+        The cache has space for `tokens` tokens. A group is `group` consecutive tokens that are
+        encoded together.
+        """
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
@@ -204,7 +225,7 @@ class Layout:
 
 
 def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
-    """Return the dtype of one tensor of a cache, or of a pair of layers.
+    """Return the dtype of one tensor, by name, of a layer's cache or of two layers' merged cache.
 
     `dtype` is the dtype of the model, and `bits` the number of bits of a code.
     """
@@ -270,7 +291,7 @@ _HIGH_PLACES = (2, 4, 6, 0)
 
 
 def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
-    """Pack the third (highest) bits of a group of 3-bit codes.
+    """Pack the third (highest) bits of the 3-bit codes of keys or values, for a group of tokens.
 
     The bits, (..., group, D) uint8, become bytes of the shape (..., group / 2, D / 4). Two tokens
     share a byte: for keys they are neighbours, for values they are half a group apart.
@@ -285,7 +306,10 @@ def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
 
 
 def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
-    """Unpack bytes that `_high_plane` has packed."""
+    """Return the third (highest) bits of a group of 3-bit codes, (..., group, D).
+
+    `packed`, (..., group / 2, D / 4), contains these bits as `_high_plane` packs them.
+    """
     tokens = [
         torch.cat([(packed >> (place + second)) & 1 for place in _HIGH_PLACES], -1)
         for second in range(2)
@@ -296,7 +320,7 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 
 
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
-    """Return groups of codes as bytes in the memory order of the cache.
+    """Pack the codes of keys or values into bytes, in the order in which a cache stores them.
 
     8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes. Keys
     are stored token by token, values channel by channel.
@@ -309,9 +333,9 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 
 
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Unpack the codes of a block of bytes that `block_of` returned.
+    """Return the codes, (..., group, D), from bytes that `block_of` returned for keys or values.
 
-    A row has D = `depth` channels.
+    `depth` is D, the number of channels per head.
     """
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]

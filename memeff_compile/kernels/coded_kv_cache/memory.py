@@ -72,24 +72,24 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 
 
 def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int = 2) -> int:
-    """Return the bytes of the maps that align two layers.
+    """Return the bytes of the linear maps that make two layers' keys and values similar.
 
-    Each sequence and head has a mean row for each layer, and a matrix. For each sequence and head
-    of the upper layer, an index says with which head of the lower layer the head is merged. Keys
-    and values have separate means and matrices. If `kinds` is 1, only values have them.
+    Similar keys and values can be merged. Each sequence and head has a mean vector for each layer,
+    and a rotation matrix. For each head of the upper layer, an index says with which head of the
+    lower layer it is merged. Keys and values have separate means and matrices. If `kinds` is 1,
+    only values have them.
     """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 
 
 def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the caches of two layers that share values, for `tokens` tokens. The
-    rotations that align the two layers (`map_bytes`) and the positions at which sequences begin are
-    not counted.
+    """Return the bytes of the caches of two layers that share values, for `tokens` tokens.
 
-    The pair stores the codes and scales of its values once. For each token and head, the pair also
-    stores one ratio. It is the length of the upper layer's value divided by the length of the lower
-    layer's value. Each layer stores its own window of latest tokens, its own first tokens, and the
-    codes and scales of its keys.
+    The result leaves out the linear maps that make the layers' values similar (`map_bytes`). It
+    also leaves out the positions at which sequences begin. The pair stores the codes and scales of
+    its values once. For each token and head, the pair also stores one ratio. It is the length of
+    the upper layer's value divided by the length of the lower layer's value. Each layer stores its
+    own window of latest tokens, its own first tokens, and the codes and scales of its keys.
     """
     rows = layout.groups(tokens) * layout.group
     each = bytes_of_value_pair(layout, heads, itemsize)
@@ -98,8 +98,9 @@ def value_pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsi
 
 
 def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token in the caches of two layers that share values, for both layers
-    together.
+    """Return the bytes of one encoded token in the caches of two layers that share values.
+
+    The result is the sum for the two layers.
     """
     both = replace(layout, value_bits=0)
     of_values = bytes_of_token(layout, heads, itemsize) - bytes_of_token(both, heads, itemsize)
@@ -110,14 +111,16 @@ def bytes_of_value_pair(layout: Layout, heads: int, itemsize: int) -> Size:
 
 
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the caches of two layers that share the directions of keys and values,
-    for `tokens` tokens.
+    """Return the bytes of the caches of two layers with merged keys and values.
 
-    The result leaves out the linear maps that make the layers' keys and values similar. The
-    layout's `kept` is the number of unmerged rows for which memory is allocated, including the
-    first tokens. A pair of layers stores once: the codes, the scales, and the positions of unmerged
-    rows. Each layer stores norms, a window of latest tokens, and its unmerged rows. In 16-bit
-    caches, norms are float16.
+    The caches have space for `tokens` tokens. For each merged token and head, the two layers share
+    one direction (unit vector) of their keys and one of their values. The result leaves out the
+    linear maps that make the layers' keys and values similar (`map_bytes`). Some tokens stay
+    unmerged: each layer stores their keys and values exactly. The layout's `kept` is the number of
+    unmerged tokens for which a head has memory, including the first tokens of the sequence. A pair
+    of layers stores once: the codes, the scales, and the positions of unmerged tokens. Each layer
+    stores norms (lengths of keys and values), a window of latest tokens, and its unmerged keys and
+    values. In 16-bit caches, norms are float16.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

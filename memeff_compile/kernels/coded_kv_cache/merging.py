@@ -30,9 +30,11 @@ _NEARLY_PARALLEL = 1e-4
 
 
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows normalised to length one, and their original lengths, in fp32 or fp64.
+    """Return vectors normalised to length one, and their original lengths, in fp32 or fp64.
 
-    For a row of zeros, both the direction and the length are zero.
+    The vectors are keys or values.
+
+    For a vector of zeros, the direction and the length are zero.
     """
     x = x.to(wide(x.dtype))
     length = x.norm(dim=-1, keepdim=True)
@@ -40,11 +42,11 @@ def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(lower: Tensor, upper: Tensor) -> Tensor:
-    """Return the angle between rows of length one, divided by pi, so the result lies between 0 and
-    1.
+    """Return the angle between vectors of length one, divided by pi.
 
-    Rows must be fp32 or fp64, because bf16 rounding would give a nonzero distance between a row and
-    itself.
+    The result lies between 0 and 1. `lower` and `upper` contain the directions of two layers' keys
+    or values. They must be fp32 or fp64, because bf16 rounding would give a nonzero distance
+    between a vector and itself.
     """
     cosine: Tensor = (lower * upper).sum(-1).clamp(-1.0, 1.0)
     return cosine.acos() / torch.pi
@@ -60,7 +62,11 @@ def shared_direction(
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that replaces both rows: (..., D), of length one, in fp32 or fp64."""
+    """Return the direction that replaces the directions of two layers' rows, in fp32 or fp64.
+
+    A row is a token's key, or value, in one layer. The result, (..., D), has length one. The rows'
+    lengths are stored separately (`folded_length`).
+    """
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
         return torch.where((m >= n).unsqueeze(-1), u, v)
@@ -75,14 +81,17 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which rows stay unmerged. If `reading` is `similar`,
-    rows below this distance stay unmerged.
+    """Return the distance, (B, H), above which a token's keys and values stay unmerged.
 
-    The function uses only the distances (B, H, N) for which `counted` is true. If `counted` is true
-    for no row, the function returns nan. `gamma` is a fraction of the range from the smallest to
-    the largest distance. With 0.1, the rows in the upper tenth of this range stay unmerged or, if
-    `reading` is `similar`, the rows in its lower tenth. A larger `gamma` keeps more rows
-    unmerged, and 1 keeps all rows unmerged.
+    If `reading` is `similar`, keys and values below this distance stay unmerged. Unmerged keys and
+    values are stored exactly. The others are merged with another layer's keys and values. `apart`
+    (B, H, N) contains the distance of the two layers' rows (keys or values) for each token.
+
+    The function uses only the distances for which `counted` is true. If `counted` is true for no
+    token, the function returns nan. `gamma` is a fraction of the range from the smallest to the
+    largest distance. With 0.1, tokens in the upper tenth of this range stay unmerged or, if
+    `reading` is `similar`, tokens in its lower tenth. A larger `gamma` keeps more tokens unmerged,
+    and 1 keeps all tokens unmerged.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
@@ -100,14 +109,16 @@ def kept_rows(
     *,
     reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the rows that stay unmerged: at most `room` rows with a distance beyond the threshold.
+    """Choose the tokens whose keys and values stay unmerged, at most `room` tokens per head.
 
-    The rows farthest beyond the threshold are chosen first. The results are:
+    Keys and values of other tokens are merged with those of another layer. A chosen token's
+    distance between the two layers (`apart`) is beyond the threshold `bound`. The tokens farthest
+    beyond the threshold are chosen first. The results are:
 
-    - `chosen`: bool (B, H, N), whether a row stays unmerged.
-    - `rank`: int64 (B, H, N), the rank of a row among those beyond the threshold; rank 0 is the
+    - `chosen`: bool (B, H, N), whether a token stays unmerged.
+    - `rank`: int64 (B, H, N), the rank of a token among those beyond the threshold; rank 0 is the
       most extreme.
-    - `left_over`: (B, H) int64, how many more rows than `room` are beyond the threshold.
+    - `left_over`: (B, H) int64, how many more tokens than `room` are beyond the threshold.
     """
     is_beyond = (
         apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)
@@ -122,6 +133,9 @@ def kept_rows(
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
+
+    A row, of `x`, is the key or value of one token and head in one layer. Two layers share the
+    direction, a vector of about length one.
 
     If `scale` is `norm`, the factor preserves the row's length. If `scale` is `projection`, the
     factor minimises the error of the restored row. The result contains one factor per row, in fp32

@@ -58,15 +58,20 @@ _WRITTEN = ", ".join(
 def supports(
     q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
-    """Return a sentence that says why attention does not support a pool (a cache's ten tensors), or
-    None if it does.
+    """Return a sentence that says why a low-bit cache's attention op does not support its inputs.
+
+    The result is None if `coded_kv_cache_attention` supports them. `q` contains the queries, and
+    `pool` the cache's ten tensors.
     """
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
 def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return a sentence that says why no op supports the given cache tensors, or None if the ops
-    support them."""
+    """Return a sentence that says why the ops on a low-bit cache do not support its tensors.
+
+    The result is None if the ops support them. `pool` contains the cache's ten tensors. The ops
+    append tokens, decode the cache, or attend to it.
+    """
     if bits not in (PLAIN, *BITS):
         return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
     named = dict(zip(POOL, pool, strict=True))
@@ -139,8 +144,10 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
 
 
 def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
-    """Return a sentence that says why the given keys and values cannot be appended to a cache, or
-    None if they can."""
+    """Return a sentence that says why keys and values cannot be appended to a low-bit cache.
+
+    The result is None if they can. `pool` contains the cache's ten tensors.
+    """
     sentence = supports_pool(pool, bits)
     if sentence is not None:
         return sentence

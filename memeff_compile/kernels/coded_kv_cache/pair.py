@@ -1,14 +1,15 @@
 """The ops memeff::coded_kv_cache_append_lower and _append_pair, for two merged layers.
 
 For each token and head, the keys of both layers share one direction (a vector of length one). The
-values of both layers share another direction. Some tokens stay unmerged, and each layer stores them
-exactly. The two layers share the tensors named in `SHARED`. Each layer also has its own tensors,
-named in `OWN`. Together, these tensors contain each layer's pool (the ten tensors of a cache) and
-norms. The ops `coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of a
-layer. In a decoding step, the lower layer writes its token before the upper layer's token is
-computed. So appending the upper layer's token also merges full groups of tokens of both layers.
-Until a token is merged, each layer stores its own key and value of the token in its own window of
-latest tokens.
+values of both layers share another direction. Some tokens stay unmerged, and each layer stores
+their keys and values exactly. The two layers share the tensors named in `SHARED`. Each layer also
+has its own tensors, named in `OWN`. From these two kinds of tensors, a layer's pool and norms are
+taken. The pool is the ten tensors of a layer's cache. The norms are the lengths of the layer's keys
+and values, by which shared directions are multiplied. The ops `coded_kv_cache_view` and
+`coded_kv_cache_attention` read the pool and the norms of a layer. In a decoding step, the lower
+layer writes its token before the upper layer's token is computed. So appending the upper layer's
+token also merges full groups of tokens of both layers. Until a token is merged, each layer stores
+its key and value exactly, in the layer's window of latest tokens.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ _ALIGNED += ", Tensor? angles=None"
 def shapes_of_maps(
     layout: Layout, batch: int, heads: int, kinds: int = 2
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that align two layers, for keys and values or only for
-    values."""
+    """Return the shapes of the linear maps that make the keys and values of two layers similar.
+
+    If `kinds` is 1, the maps are only for values.
+    """
     front, depth = (batch, heads), layout.depth
     means = (*front, kinds, depth)
     return dict(zip(MAPS, (means, means, (*means, depth), front), strict=True))
@@ -63,11 +66,12 @@ def shapes_of_maps(
 def shapes_of_pair(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors that two layers share, and the shapes of the tensors that
-    each layer has separately.
+    """Return the shapes of the cache tensors of two layers with merged keys and values.
 
-    The layout's `kept` is the number of unmerged rows for which memory is allocated, including the
-    first tokens.
+    The first result has the shapes of the tensors that the two layers share. The second has those
+    of the tensors that each layer has separately. Some tokens stay unmerged: each layer stores
+    their keys and values exactly. The layout's `kept` is the number of unmerged tokens for which a
+    head has memory. The first tokens of a sequence are among them.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)
@@ -77,7 +81,12 @@ def shapes_of_pair(
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors that `coded_kv_cache_view` and `_attention` take for a layer."""
+    """Return the ten tensors of one layer's cache (`layout.Pool`), for two merged layers.
+
+    `shared` (`layout.Shared`) contains the codes, the scales and the positions of unmerged tokens.
+    The other tensors are in `own` (`layout.Own`). The ops `coded_kv_cache_view` and
+    `coded_kv_cache_attention` take the result.
+    """
     return [*shared[:4], *own[:4], shared[4], own[4]]
 
 
@@ -94,7 +103,10 @@ def _split(args: Sequence[Any]) -> tuple[Pair, Sequence[Any]]:
 
 
 def _angles(args: Sequence[Any]) -> Tensor | None:
-    """Return the angles of the keys' rotary embedding, from the arguments of an append."""
+    """Return the angles of the keys' rotary embedding, or None if they were not passed.
+
+    `args` are the arguments of `coded_kv_cache_append_pair`, which appends tokens to two layers.
+    """
     more = args[_COUNT + _SETTINGS + len(MAPS) :]
     return more[0] if more else None
 
@@ -105,10 +117,10 @@ def unlike_rows(
     window: Tensor,
     group: int,
 ) -> str | None:
-    """Return a sentence that says why new keys and values cannot be appended to a pair of layers,
-    or None if they can.
+    """Return a sentence that says why new keys and values cannot be appended to two merged layers.
 
-    `new` contains the keys and values of the upper layer, `lower` those of the lower layer.
+    The result is None if they can. `new` contains the keys and values of the upper layer, `lower`
+    those of the lower layer.
     """
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape
@@ -127,8 +139,11 @@ def unlike_rows(
 
 
 def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | None:
-    """Return a sentence that says why the given maps cannot align two layers, or None if the maps
-    can."""
+    """Return a sentence that says why the maps between two layers do not fit the layers' cache.
+
+    The result is None if the maps fit. They are linear maps that make the keys and values of the
+    two layers similar. If `kinds` is 1, they are only for values.
+    """
     batch, heads, _, depth = window.shape
     shapes = shapes_of_maps(Layout(depth, bits), batch, heads, kinds)
     for name, tensor in maps._asdict().items():
@@ -141,7 +156,10 @@ def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | 
 
 
 def unlike_choices(**given: str) -> str | None:
-    """Return a sentence that names an unsupported value of a setting, or None if there is none."""
+    """Return a sentence that names an unsupported setting for merging two layers.
+
+    The result is None if all given settings are supported.
+    """
     every = {"rule": RULES, "scale": SCALES, "reading": READINGS}
     for name, value in given.items():
         if value not in every[name]:

@@ -37,7 +37,11 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Merging:
-    """The settings with which rows of two layers are merged."""
+    """The settings with which the keys and values of two layers are merged.
+
+    A row is a token's key, or value, in one layer. A merged token's two rows become one shared
+    direction (a unit vector) and two lengths.
+    """
 
     rule: str = "slerp"  # one of `merging.RULES`
     t: float = 0.5  # position on the arc: 0 is the lower layer's row, 1 the upper layer's
@@ -48,13 +52,12 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer into the lower layer's window of latest tokens. The upper
-    layer's append finds the tokens there.
+    """Write new keys and values to the window of the lower of two merged layers.
 
-    `k` and `v` have the shape (B, H, T, D).
-
-    `own` contains the windows of keys and of values, and the token counts. `limit` is the number of
-    tokens that fit into the cache.
+    A layer's window is the memory for its latest tokens, which are stored exactly. A later append
+    to the upper layer merges older tokens of the two layers. `k` and `v` have the shape (B, H, T,
+    D). `own` contains the windows of keys and of values, and the token counts. `limit` is the
+    number of tokens that fit into the cache.
     """
     k_window, v_window, counts = own
     length, new = int(counts[LENGTH]), k.shape[2]
@@ -65,8 +68,10 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 
 
 def require_in_step(counts: Tensor, due: int) -> None:
-    """Raise RuntimeError if the lower of two merged layers does not have `due` tokens according to
-    its token counts."""
+    """Raise RuntimeError if the lower of two merged layers does not have `due` tokens.
+
+    `counts` contains the layer's token counts.
+    """
     there = int(counts[LENGTH])
     if there != due:
         raise RuntimeError(
@@ -90,9 +95,11 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
+    """Append new tokens to the caches of two merged layers, and merge groups of older tokens.
 
-    For each complete group of tokens, merge the keys and the values of the two layers.
+    The latest tokens stay unmerged in each layer's window. When the windows are full, the keys and
+    the values of their oldest group of tokens are merged across the two layers. If `lower_new` is
+    None, `append_lower` has already written the lower layer's tokens.
     """
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
@@ -146,9 +153,9 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens of both layers from position `coded` on.
+    """Merge two layers' keys and values in `rows`, and store them in the layers' caches.
 
-    No value is copied from the GPU to the CPU.
+    The first token of `rows` has the position `coded`. No value is copied from the GPU to the CPU.
     """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
@@ -177,26 +184,34 @@ def merge(
 
 
 def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
-    """Divide rows, (B, H, n * group, D), into ranges of groups that are merged in one call."""
+    """Divide the tokens of keys or values, (B, H, n * group, D), into ranges of whole groups.
+
+    A caller merges two layers' tokens range by range, which bounds the temporary memory. In a
+    range, `x` has at most `elements` elements. But a range has at least one group.
+    """
     batch, heads, count, depth = x.shape
     at_once = max(1, elements // max(1, batch * heads * group * depth)) * group
     return [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
 
 
 def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tensor]:
-    """Return rows in the form in which they are compared and merged.
+    """Return two layers' keys and values in the form in which they are compared and merged.
 
-    If `maps` is None, the rows stay as they are. Otherwise the function applies these linear maps,
-    which make the two layers' rows similar. It then orders the heads by slot (head of the lower
-    layer).
+    `rows` contains the keys and values of the lower layer, then those of the upper layer. The
+    result has only the tokens in `span`. If `maps` is None, keys and values stay as they are.
+    Otherwise the function applies these linear maps, which make the two layers similar. The
+    function then orders the heads by slot (head of the lower layer).
     """
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return the larger of two distances between the layers, (B, H, n): the distance between their
-    keys, or the distance between their values."""
+    """Return the larger of two distances, (B, H, n): between two layers' keys and their values.
+
+    `rows` contains the keys and values of the lower layer, then those of the upper layer. The
+    distance of two vectors is their angle divided by pi.
+    """
     directions = [direction_and_length(x)[0] for x in rows]
     return torch.maximum(
         distance(directions[0], directions[2]), distance(directions[1], directions[3])
@@ -204,10 +219,11 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the unmerged keys and values from `rows` to the memory for unmerged keys and values.
+    """Copy the keys and values that stay unmerged from `rows` to each layer's memory for them.
 
-    The function `keep` has chosen these keys and values. The first token in each tensor of `rows`
-    has the position `coded` in the cache.
+    Keys and values of other tokens are merged across two layers. The function `keep` has chosen the
+    tokens that stay unmerged. `rows` contains the keys and values of the lower layer, then those of
+    the upper layer. The first token in each tensor of `rows` has the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
@@ -221,10 +237,11 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose the keys and values that stay unmerged, bool (B, H, n), and record their positions.
+    """Choose the tokens that stay unmerged, bool (B, H, n), and record their positions.
 
-    `apart` (B, H, n) is the distance between the layers. `behind` (B, H, n) is a token's position
-    in its sequence, negative for padding.
+    For other tokens, the keys and values of two layers are merged. `apart` (B, H, n) is the
+    distance between the two layers' keys, or between their values if it is larger. `behind` (B, H,
+    n) is a token's position in its sequence, negative for padding.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)
@@ -260,10 +277,13 @@ def _code(
 ) -> list[Tensor]:
     """Encode the common directions (unit vectors) of two layers' keys or of two layers' values.
 
-    For each merged token and head, there is one direction for both layers' keys, and one for both
-    layers' values. The directions are encoded in groups of `group` tokens.
+    For each merged token and head, the two layers share one direction for their keys, and one for
+    their values. The directions are encoded in groups of `group` tokens, at the groups `at` of the
+    cache.
 
-    Return the norms of both layers' rows, (B, H, n).
+    `pair` contains the keys, or values, of the lower layer and of the upper layer, (B, H, n, D).
+    Return two tensors (B, H, n): for each layer, the lengths (norms) by which decoded directions
+    are multiplied. The function reads only the dtype of the argument `norms`.
     """
     depth = pair[0].shape[3]
     direction = shared_direction(*pair, rule=settings.rule, t=settings.t)

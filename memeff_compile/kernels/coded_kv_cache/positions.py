@@ -18,7 +18,11 @@ def mean_key(
     angles: Tensor,  # (D / 2,), per position
     span: int,  # positions
 ) -> Tensor:
-    """Return the mean of keys over all positions from their own to `span` positions later."""
+    """Return, for each key in `x`, its mean while a rotary embedding rotates it to later positions.
+
+    The mean is over all real numbers of positions by which the key moves on, from 0 to `span`.
+    `angles` are the angles per position.
+    """
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, b * real + a * imaginary], -1)
@@ -29,9 +33,10 @@ def mean_product(
     angles: Tensor,  # as `mean_key` takes them
     span: int,
 ) -> Tensor:
-    """Return the mean of the product of two keys over their later positions.
+    """Return the mean of two keys' outer product while a rotary embedding rotates the two keys.
 
-    Both keys move on by the same number of positions, from 0 to `span`.
+    The two keys move on by the same number of positions. The mean is over all real numbers from 0
+    to `span`.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

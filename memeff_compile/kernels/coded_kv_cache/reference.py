@@ -23,8 +23,10 @@ from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of, val
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
-    """Return the quantisation step and zero point, (2, ...), that map the extremes of x along `dim`
-    to the first and last code."""
+    """Return the quantisation step and the zero point of codes with `bits` bits, (2, ...).
+
+    The step and the zero point map the extremes of `x` along `dim` to the first and the last code.
+    """
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)
@@ -58,12 +60,16 @@ def encode(
     left_out: Tensor | None = None,
     dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
-    """Encode groups of keys or values. Return (B, H, n, G * D * bits / 8) uint8 codes, and the
-    scales.
+    """Encode keys or values in groups of tokens. Return the codes and the scales.
 
-    The returned scales have the memory order of the cache. If `bits` is PLAIN, the cache stores
-    rows without codes. In place of codes, the function then returns the elements of x, with shape
-    (B, H, n, G * D). In place of scales, the function then returns an empty tensor.
+    The codes are (B, H, n, G * D * bits / 8) uint8. With the scheme `kivi`, the scales of keys are
+    (B, H, n, D, 2): a step and a zero point per channel. The scales of values are (B, H, n, blocks,
+    G, 2): a step and a zero point per token and channel block. With the scheme `per_head`, the
+    scales are (B, H, n, 1, G, 1): a step per token.
+
+    If `bits` is PLAIN, the cache stores keys and values without codes. In place of codes, the
+    function then returns the elements of x, with shape (B, H, n, G * D). In place of scales, the
+    function then returns an empty tensor.
     """
     dtype = x.dtype if dtype is None else dtype
     if bits == PLAIN:
@@ -92,9 +98,10 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Decode codes to numbers, (B, H, n * G, D) in float32, or in float64 for float64 scales.
+    """Decode codes of keys or values to numbers, (B, H, n * G, D).
 
-    Codes and scales have the format that `encode` returns.
+    The result is float32, or float64 for float64 scales. Codes and scales have the format that
+    `encode` returns.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:
@@ -116,7 +123,7 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
 
 
 def is_per_head(k_or_v_scales: Tensor) -> bool:
-    """Return whether the given scales have one number per token and head."""
+    """Return whether the scales of a cache have one number per token and head."""
     return k_or_v_scales.shape[-1] == 1
 
 
@@ -135,16 +142,20 @@ def require_room(length: int, new: int, limit: int) -> None:
 
 
 def groups_due(waiting: int, window: int, group: int) -> int:
-    """Return how many groups of the tokens in the window of latest tokens must be encoded."""
+    """Return how many groups of tokens a cache must encode, given its number of unencoded tokens.
+
+    `waiting` is this number. The cache has memory for `window` unencoded tokens. If this memory is
+    just full, one group must be encoded.
+    """
     return max(0, (waiting - window) // group + 1) if waiting >= window else 0  # (192, 192, 64): 1
 
 
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
-    """Append tokens, (B, H, T, D), and encode groups of tokens that are old enough.
+    """Append keys and values, (B, H, T, D), to a layer's cache, and encode groups of old tokens.
 
-    The latest `recent` tokens are never encoded; the cache can contain at most `limit` tokens.
+    The latest `recent` tokens are never encoded. The cache can contain at most `limit` tokens.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
@@ -180,10 +191,9 @@ def append(
 
 
 def kept_until(places: Tensor, positions: Tensor) -> Tensor:
-    """Return which positions, (B, H or 1, n), contain one of a sequence's first tokens, or padding
-    before the sequence.
+    """Return which positions contain one of a sequence's first tokens, or padding before them.
 
-    The cache stores these first tokens exactly.
+    The result is bool (B, H or 1, n). The cache stores these first tokens exactly.
     """
     if places.shape[2] == 0:
         return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)
@@ -191,8 +201,10 @@ def kept_until(places: Tensor, positions: Tensor) -> Tensor:
 
 
 def keep_first(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
-    """Copy a sequence's first tokens from `x` to `kept`, where the cache stores them exactly, not
-    as codes."""
+    """Copy a sequence's first tokens from `x` to `kept`, where the cache stores them exactly.
+
+    `x` contains the keys, or the values, of tokens from the position `length` on.
+    """
     source = places.long() - length
     is_here = (source >= 0) & (source < x.shape[2])
     if x.shape[2] and places.shape[2]:
@@ -213,7 +225,8 @@ def view(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would contain them, with zeros in empty positions.
 
-    Keys and values are (B, H, N, D) in the dtype of the window of latest tokens.
+    Keys and values are (B, H, N, D). Their dtype is that of the cache's window, which stores the
+    latest tokens exactly.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype
@@ -260,10 +273,10 @@ def attend(
     bits: int,  # likewise
     maps: Sequence[Tensor | None] = (None, None, None),  # likewise
 ) -> Tensor:
-    """Return the attention of one query per sequence over all tokens of the cache that `mask` does
-    not hide.
+    """Return the attention of one query per sequence over the tokens of a low-bit cache.
 
-    If a mask hides all keys from a query, the result for this query is zero.
+    `mask` hides the tokens for which it is false. If a mask hides all keys from a query, the result
+    for this query is zero.
     """
     batch, heads, _, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

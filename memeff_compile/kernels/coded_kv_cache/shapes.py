@@ -28,13 +28,14 @@ class Shapes:
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
-    """Return the sizes of a launch, given the head dimension, the bits, and the number of query
-    heads per key-value head.
+    """Return the warps, the pipeline stages and the work of a program of the attention kernel.
 
-    On Hopper, some tensor-core instructions are for one warp, others for a group of four warps.
-    Programs with one or two warps, or with tiles of 8 rows, use those for one warp. For tiles of 16
-    rows, Triton's instructions for four warps gave wrong results. The returned sizes were the
-    fastest in `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    `depth` is the head dimension, and `bits` the number of bits of a key's or value's code.
+    `repeat` is the number of query heads per key-value head. On Hopper, some tensor-core
+    instructions are for one warp, others for a group of four warps. Programs with one or two warps,
+    or with tiles for 8 query heads, use those for one warp. For tiles for 16 query heads, Triton's
+    instructions for four warps gave wrong results. The returned sizes were the fastest in
+    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -46,27 +47,31 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
 
 def rows_for(repeat: int) -> int:
-    """Return the number of rows of a tile for `repeat` query heads per key-value head.
+    """Return for how many query heads a tile of the attention kernel has space.
 
-    For example, the result is 8 for 4 query heads and 16 for 12 query heads.
+    A tile covers the `repeat` query heads of one key-value head. For example, the result is 8 for 4
+    query heads and 16 for 12 query heads.
     """
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
 def halves_for(repeat: int, bits: int) -> int:
-    """Return how many groups of tokens share the columns of a tile: two if the query heads fill at
-    most half of the tile.
+    """Return how many groups of tokens one tile of scores covers: one or two.
 
-    With 8-bit codes, tiles take more shared memory, and tiles with one group were faster.
+    The columns of a tile are query heads. A group is the tokens that are encoded together. If the
+    query heads of a key-value head fill at most half of the columns, a second group uses the other
+    half. With 8-bit codes, the result is one. There, tiles take more shared memory, and tiles with
+    one group were faster.
     """
     return 2 if 2 * repeat <= rows_for(repeat) and bits != 8 else 1
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:
-    """Return the number of channels that one matrix product covers.
+    """Return the number of channels of values that one matrix product covers.
 
-    The number equals the bytes of a row of codes or, for 8-bit codes, the channels that share a
-    scale.
+    With 2 or 4 bits, the number equals the bytes of one value's codes. With 3 bits, it equals the
+    bytes of the codes' low two bits. With 8 bits, it equals `channels`, the number of channels that
+    share a scale.
     """
     if bits == 8:
         return channels
@@ -74,20 +79,24 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 
 
 def splits_for(pairs: int, groups: int, slots: int) -> int:
-    """Return the number of programs among which the groups of one sequence and key-value head are
-    divided.
+    """Return the number of programs that share the attention of one sequence and key-value head.
 
-    `pairs` is the number of pairs (sequence and head), and `groups` the number of groups that fit
-    into the cache. The GPU runs `slots` programs at once. For example, with 510 groups and 528
-    programs at once, 8 pairs get 64 programs each and 1024 pairs get 3 each.
+    The programs divide the groups of cached tokens among themselves. `pairs` is the number of pairs
+    (sequence and head), and `groups` the number of groups that fit into the cache. The GPU runs
+    `slots` programs at once. For example, with 510 groups and 528 programs at once, 8 pairs get 64
+    programs each and 1024 pairs get 3 each.
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))
 
 
 def _cost(pairs: int, groups: int, splits: int, slots: int) -> float:
-    """Return the relative time of a launch, in multiples of the time for one group. The GPU runs
-    `slots` programs at once; further programs wait until others end."""
+    """Return the estimated time of attention over a cache, relative to one group of cached tokens.
+
+    The unit is a program's time for one group. `splits` programs share the `groups` groups of each
+    of `pairs` pairs of a sequence and a key-value head. The GPU runs `slots` programs at once.
+    Further programs wait until others end.
+    """
     waves = -(-pairs * splits // slots)
     filling = pairs * splits / slots
     rounds = waves if waves < 4 else filling + 0.5

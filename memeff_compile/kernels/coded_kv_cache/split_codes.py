@@ -29,8 +29,10 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a launch: warps, pipeline stages, and programs per sequence and key-value
-    head."""
+    """The parameters of an attention launch: warps, stages, and programs per key-value head.
+
+    The stages are pipeline stages. `splits` programs share one sequence and key-value head.
+    """
 
     shapes: Shapes
     splits: int
@@ -39,9 +41,10 @@ class Plan:
 def plan_for(
     pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
 ) -> Plan:
-    """Return the launch parameters for a number of `pairs` (sequence and key-value head).
+    """Return the launch parameters of the attention kernel for a low-bit cache.
 
-    Without a GPU, return the parameters for an H200.
+    `pairs` is the number of pairs of a sequence and a key-value head. Without a GPU, return the
+    parameters for an H200.
     """
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
@@ -177,7 +180,10 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence; the op has already checked the shapes."""
+    """Return the attention of one query per sequence over a low-bit cache.
+
+    The op has already checked the shapes.
+    """
     from . import split_codes_kernels as kernels
 
     k_codes, v_codes, k_scales, _, k_window, _, k_kept, _, _, counts = pool

@@ -51,8 +51,11 @@ _WRITTEN = ", ".join(
 def shapes_of_values(
     layout: Layout, batch: int, heads: int, tokens: int
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the shapes of the tensors that two layers share, and the shapes of the tensors that
-    each layer has separately."""
+    """Return the shapes of the cache tensors of two layers that share only values.
+
+    The first result has the shapes of the tensors that the two layers share. The second has those
+    of the tensors that each layer has separately.
+    """
     every = layout.shapes(batch, heads, tokens)
     every["norms"] = (batch, heads, layout.groups(tokens) * layout.group)
     shared = {name: every[name] for name in SHARED_VALUES}

@@ -22,7 +22,11 @@ from .reference import decode, encode, groups_due, keep_first, kept_until, requi
 
 @dataclass(frozen=True)
 class Merging:
-    """The settings for merging the values of two layers."""
+    """The settings with which the values of two layers are merged.
+
+    A row is a token's value in one layer. A merged token's two rows become one shared direction (a
+    unit vector) and two lengths.
+    """
 
     rule: str = "slerp"  # one of `merging.RULES`
     t: float = 0.5  # position on the arc: 0 is the lower layer's row, 1 the upper layer's
@@ -41,9 +45,11 @@ def append(
     *,
     is_first: bool = False,  # the cache is empty: fit the maps to these tokens
 ) -> None:
-    """Write the upper layer's tokens, and the lower layer's tokens if they are passed.
+    """Append new tokens to the caches of two layers that share values, and encode older tokens.
 
-    Encode the complete groups of tokens.
+    The latest tokens stay unencoded in each layer's window. When the windows are full, the group of
+    their oldest tokens is encoded, with merged values. If `lower_new` is None, the lower layer's
+    tokens are already in its window.
     """
     shared, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
