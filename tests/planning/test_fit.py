@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +22,12 @@ from memeff_compile.planning.fit import KINDS, Fit, Row, adapted, fit, lines_of
 from memeff_compile.planning.models import build
 from memeff_compile.planning.serving import fit_serving
 from memeff_compile.planning.sizes import Sizes
+from memeff_compile.report import format_bytes
 from tests.support.stacks import Stack
 
 pytest.importorskip("transformers", reason="builds transformers models from their configs")
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -116,6 +120,13 @@ def test_where_none_fits_the_nearest_is_named_with_what_is_missing() -> None:
         in text
     )
     assert "One sequence of 512 tokens fits with it." in text
+
+
+def test_the_page_prints_the_memory_that_a_step_may_use() -> None:
+    page = " ".join((ROOT / "docs/use/what-fits.md").read_text().split())
+    ((name, room),) = re.findall(r"--gpu (\w+) --length \d+ .{0,150} GiB of (\S+ GiB)\.", page)
+    card = card_of(name)
+    assert format_bytes(Fit("Page", 10, Sizes(1, 2048), card.memory, card, 16, ()).room) == room
 
 
 def test_a_setting_that_a_model_does_not_have_says_why() -> None:
