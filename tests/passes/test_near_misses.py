@@ -1291,6 +1291,21 @@ def test_classes_forbidden_by_an_infinite_bias_equal_eager() -> None:
         assert compare_with_eager(function, *head_inputs(), options=options).fired == 1
 
 
+@pytest.mark.parametrize("is_entropy", [True, False])
+def test_clamped_log_probs_of_forbidden_classes_equal_eager(is_entropy: bool) -> None:
+    """The clamp of `Categorical.entropy` changes nothing there, but changes a picked class."""
+
+    def function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        forbidden = b.detach().new_zeros(V).masked_fill(torch.arange(V) < 40, -torch.inf)
+        log_probs = (logits_of(h, w) + forbidden).log_softmax(-1)
+        finite = log_probs.clamp(min=torch.finfo(torch.float64).min)
+        if is_entropy:
+            return -(finite * log_probs.exp()).sum(-1).mean()
+        return -finite.gather(-1, y.clamp(min=0)[..., None]).mean()
+
+    assert compare_with_eager(function, *head_inputs()).fired == is_entropy
+
+
 def test_hooks_on_logits_are_kept() -> None:
     def function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
         logits = logits_of(h, w)

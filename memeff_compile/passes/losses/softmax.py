@@ -305,22 +305,24 @@ class SoftmaxReader:
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
 
     def _same_values(self, node: Node) -> Node | None:
-        """Return x if a node has the same values as x.
-
-        Such a node is `x.clamp(min=finfo.min)`, or a broadcast of x to the shape that x already
-        has.
-        """
+        """Return x if a node broadcasts its input x to the shape that x already has."""
         operand = broadcast_operand(node)
-        if operand is not None:
-            before, after = self.info.tensor(operand), self.info.tensor(node)
-            if before is None or after is None or not same_shape(before.shape, after.shape):
-                return None
-            return operand
+        if operand is None:
+            return None
+        before, after = self.info.tensor(operand), self.info.tensor(node)
+        if before is None or after is None or not same_shape(before.shape, after.shape):
+            return None
+        return operand
+
+    def finite(self, node: Any) -> Any:
+        """Return x if a node is `x.clamp(min=finfo.min)`, which changes -inf only; otherwise return
+        the node.
+        """
         call, value = call_of(node, aten.clamp.default), self.info.tensor(node)
         if call is None or value is None or not value.dtype.is_floating_point:
-            return None
+            return node
         is_whole = call.args["max"] is None and call.args["min"] == torch.finfo(value.dtype).min
-        return call.args["self"] if is_whole else None
+        return call.args["self"] if is_whole else node
 
 
 _PEAK_MOVES = named("detach.default squeeze.dim unsqueeze.default alias.default")

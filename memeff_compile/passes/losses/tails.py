@@ -671,15 +671,22 @@ class TailReader:
             yield Tail(node, kind, soft.chain, through=through, **how)
 
     def _weighted(self, left: Any, right: Any) -> tuple[str, Soft] | None:
-        """Recognize p times log p, or p times the logits, in either order."""
+        """Recognize p times log p, or p times the logits, in either order.
+
+        `Categorical.entropy` replaces log p = -inf by the smallest number. As p is 0 there, the
+        product stays 0. Outside of such a product, the replaced value would count.
+        """
         for first, second in ((left, right), (right, left)):
             probs = self.softmax.probs(first)
             if probs is None:
                 continue
-            logs = self.softmax.log_probs(second)
+            source = self.softmax.finite(second)
+            logs = self.softmax.log_probs(source)
             if isinstance(logs, Soft):
+                clamp = () if source is second else (second,)
                 if _same_logits(probs.chain, logs.chain):
-                    return "neg_entropy", Soft(probs.chain, (*probs.through, *logs.through))
+                    through = (*probs.through, *logs.through, *clamp)
+                    return "neg_entropy", Soft(probs.chain, through)
                 return None
             chain = self.reader.chain(second) if isinstance(second, Node) else None
             if isinstance(chain, Chain) and _same_logits(probs.chain, chain):
