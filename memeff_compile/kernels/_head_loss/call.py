@@ -225,9 +225,9 @@ class ScalarLoss(NamedTuple):
         """Return the factor of each row's loss in the total: the row's weight divided by `norm`, or
         0 if the row is ignored.
 
-        `norm` is the number by which the op's caller divides the total loss. Without `norm`, the
-        weights are not divided. The factor of an ignored row is 0 even if `norm` is 0, which occurs
-        if all rows are ignored.
+        `norm` is the number by which the total loss is divided. Without `norm`, the weights are not
+        divided. The factor of an ignored row is 0 even if `norm` is 0, which occurs if all rows are
+        ignored.
         """
         target, weight = self.target, self.row_weight
         factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)

@@ -141,8 +141,8 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
     A program combines its own tile of queries or keys with the tiles that it visits. `reach` is the
     result of `visited_by`: the range of visited tiles and the range of complete tiles, if only
     positions matter. `ours` and `theirs` describe the program's tile and the tiles `other`, as
-    `table_of` does. These descriptions tell which positions are hidden, and the range of sequence
-    ids.
+    `table_of` does. A description tells whether the mask of keys hides all positions of a tile or
+    none, and the range of sequence ids.
     """
     visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)
     complete = (other >= reach[1]) & (other < reach[2]) & (ours[1] * theirs[1] != 0)

@@ -33,6 +33,7 @@ class Call:
         - If the mask is a bias, a raw score is the scaled product, to which the bias is added.
         - Otherwise the second scale is 1, and a raw score is the product.
 
+        Unless the mask is a bias, kernels also multiply products by the sign of the call's scale.
         The first scale then turns raw scores into exponents of 2. If the mask is a bias, the first
         scale only converts scores to base 2.
         """

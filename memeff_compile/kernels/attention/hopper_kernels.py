@@ -198,7 +198,7 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
     - the queries' positions;
     - the first and the last visible key of each query;
     - the joint id of each query;
-    - whether a query's visible keys have gaps between them.
+    - whether any query of the tile has visible keys with gaps between them.
 
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
     hide the key. The second result is a pointer to the joint ids of the sequence's keys. The last
@@ -411,8 +411,9 @@ def _hide(
     `numbers` are the scores or softmax weights of a tile of queries and a tile of keys. One of
     these tiles is the program's own tile, and the other is the visited tile. `AXIS` is the axis of
     the queries: 0 if the own tile contains queries, otherwise 1. `ours` describes the positions of
-    the own tile. `other` and `joint_ids` contain the positions of the visited tile and their joint
-    ids. `told` contains the bounds on positions, the number of keys, and a pointer to joint ids.
+    the own tile. `other` contains the positions of the visited tile. With MASKED = GAPS,
+    `joint_ids` contains the joint ids of these positions. `told` contains the bounds on positions,
+    the number of keys, and a pointer to joint ids.
     """
     span, keys, joint_ids_ptr, _, _ = told
     query, key = ours[0], other

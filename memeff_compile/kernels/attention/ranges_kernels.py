@@ -42,12 +42,12 @@ VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 @triton.jit
 def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Return, for each position of the program's tile, which of `PART` visited positions it sees.
+    """Return, for each position of the program's tile, the range of visited positions that it sees.
 
     If the program's tile contains queries, the visited positions are keys, and the other way
-    around. A query and a key see each other if the query attends to the key. The `PART` positions
-    begin at `start`. The results are the first and the last position that is seen, and the number
-    of seen positions.
+    around. A query and a key see each other if the query attends to the key. The function looks
+    only at the `PART` positions that begin at `start`. The results are the first and the last of
+    these positions that is seen, and the number of seen positions.
     """
     place, is_ours = mine
     their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
