@@ -270,7 +270,8 @@ def _code_keys(
     """Encode a group of keys with one scale per channel.
 
     The channels are divided into equal column blocks (`parts_of`). If PIECES programs share the
-    group, a program encodes 1 / PIECES of the columns of each block. `piece` is its index.
+    group, a program encodes 1 / PIECES of the columns of each block. `piece` is the program's
+    index.
     """
     COUNT: tl.constexpr = parts_of(C.BITS, C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // COUNT
@@ -295,7 +296,7 @@ def _code_tokens(rows, codes_base, scales_base, piece, C: tl.constexpr, IS_VALUE
     """Encode the keys, or the values, of a group of tokens with scales per token.
 
     `CHANNELS` channels of a token share a scale. If PIECES programs share the group, a program
-    encodes 1 / PIECES of the tokens. `piece` is its index.
+    encodes 1 / PIECES of the tokens. `piece` is the program's index.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)

@@ -65,8 +65,8 @@ def append_pair(
     Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
     two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged
     in each layer's window. When the windows are full, the group of their oldest tokens is merged.
-    `settings` determines which of its tokens stay unmerged. If `lower_new` is None, `append_lower`
-    has already written the lower layer's tokens.
+    `settings` determines which tokens of the group stay unmerged. If `lower_new` is None,
+    `append_lower` has already written the lower layer's tokens.
 
     No token is written if the caches would contain more than `limit` tokens. The same holds if the
     two layers would have different numbers of tokens. Attention then returns nan until the cache is
@@ -289,7 +289,7 @@ def measure_prompt(
     values: tuple[Tensor, Tensor],  # likewise
     group: int,  # tokens per program
 ) -> Tensor:
-    """Return the larger of two distances, (B, H, n): between two layers' keys and their values.
+    """Return the larger of two distances, (B, H, n): of two layers' keys, and of their values.
 
     The distance of a token's two keys, or of its two values, is their angle divided by pi.
     """

@@ -248,8 +248,8 @@ def _code_directions(
 def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
     """Copy keys or values from a window of latest tokens to memory where they are stored exactly.
 
-    Keys and values of other tokens are merged with those of another layer. The function copies only
-    the tokens for which `is_kept` is true.
+    Keys and values of other tokens are encoded, or merged with those of another layer. The function
+    copies only the tokens for which `is_kept` is true.
     """
     for part in tl.static_range(DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)

@@ -75,9 +75,9 @@ def map_bytes(layout: Layout, batch: int, heads: int, itemsize: int, kinds: int 
     """Return the bytes of the linear maps that make two layers' keys and values similar.
 
     Similar keys and values can be merged. Each sequence and head has a mean vector for each layer,
-    and a rotation matrix. For each head of the upper layer, an index says with which head of the
-    lower layer it is merged. Keys and values have separate means and matrices. If `kinds` is 1,
-    only values have them.
+    and a rotation matrix. In each sequence, each head of the upper layer has the index of the lower
+    layer's head with which it is merged. Keys and values have separate means and matrices. If
+    `kinds` is 1, only values have them.
     """
     return batch * heads * (kinds * layout.depth * (layout.depth + 2) * itemsize + 4)
 

@@ -64,8 +64,8 @@ def shared_direction(
 ) -> Tensor:
     """Return the direction that replaces the directions of two layers' rows, in fp32 or fp64.
 
-    A row is a token's key, or value, in one layer. The result, (..., D), has length one. The rows'
-    lengths are stored separately (`folded_length`).
+    A row is a token's key, or value, in one layer. The result, (..., D), has length one. The
+    function `folded_length` computes each row's length separately.
     """
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
@@ -85,7 +85,7 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
 
     If `reading` is `similar`, keys and values below this distance stay unmerged. Unmerged keys and
     values are stored exactly. The others are merged with another layer's keys and values. `apart`
-    (B, H, N) contains the distance of the two layers' rows (keys or values) for each token.
+    (B, H, N) is the distance between two layers' keys, or between their values if it is larger.
 
     The function uses only the distances for which `counted` is true. If `counted` is true for no
     token, the function returns nan. `gamma` is a fraction of the range from the smallest to the

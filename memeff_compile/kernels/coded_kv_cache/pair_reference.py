@@ -207,7 +207,7 @@ def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tens
 
 
 def _apart(rows: Sequence[Tensor]) -> Tensor:
-    """Return the larger of two distances, (B, H, n): between two layers' keys and their values.
+    """Return the larger of two distances, (B, H, n): of two layers' keys, and of their values.
 
     `rows` contains the keys and values of the lower layer, then those of the upper layer. The
     distance of two vectors is their angle divided by pi.
