@@ -379,10 +379,10 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     """Write a weight's codes, signs and mantissas to `parts`, for the codec `tier`.
 
-    The codec `tier` has three bit streams: `first` has a 2-bit code for each weight, `second` and
-    `third` have further bits of longer codes. Before the call, `second` and `third` must contain
-    only zeros, because the kernel only sets bits. `stream_starts` must already contain the index at
-    which each chunk (8192 weights) starts in `second` and `third`.
+    The codec `tier` has three bit streams. The tensor `first` has a 2-bit code for each weight. The
+    tensors `second` and `third` have further bits of longer codes. Before the call, `second` and
+    `third` must contain only zeros, because the kernel only sets bits. `stream_starts` must already
+    contain the index at which each chunk (8192 weights) starts in `second` and `third`.
     """
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)

@@ -242,9 +242,9 @@ def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     Every exponent has a 2-bit code. If this code is 3, a second 2-bit code follows. If the second
     code is 3 too, a 4-bit code follows.
 
-    Return all coded tensors of the codec `tier`, except the signs and mantissas: the starts of the
-    exponent windows, the codes, the index at which each chunk's codes start, and the patches
-    (weights stored whole).
+    Return all coded tensors of the codec `tier`, except the signs and mantissas. These tensors
+    contain the starts of the exponent windows, the codes, and the patches (weights stored whole).
+    One more tensor contains the index at which the second and third codes of each chunk start.
     """
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
