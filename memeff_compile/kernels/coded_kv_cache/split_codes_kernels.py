@@ -222,11 +222,11 @@ def _seen(mask, batch, position, is_seen, mask_count):
 
 @triton.jit
 def _gain(PART: tl.constexpr, C: tl.constexpr):
-    """Return the power of two that multiplies the unpacked codes of one channel block of values.
+    """Return the factor by which the unpacked codes of one channel block of values are too large.
 
     A byte can have codes from several channel blocks, each at its own bits. PART is the number of
     the block. With the constant PACKED (on GPUs), unpacking does not move a code to the lowest
-    bits. So a code of the first block is multiplied by 1, and a code of a later block by more. The
+    bits. So the factor is 1 for the first block, and a larger power of two for a later block. The
     caller divides the sums of products by this factor. Without PACKED, and for 8-bit codes, the
     factor is 1.
     """

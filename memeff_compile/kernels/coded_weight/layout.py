@@ -130,12 +130,12 @@ _FORMATS |= {
 def parse(name: str) -> Format:
     """Return the settings that the name of a codec (a compressed format for weights) describes.
 
-    The name of a lossless codec is, for example, "win4", which codes exponents in 4 bits. A lossy
-    mode codes exponents in the same way, but drops mantissa bits. Its name is, for example,
-    "win4:k3:b512". Here, k3 means that each weight keeps 3 mantissa bits. The setting b512 means
-    that blocks of 512 weights share a normaliser (scale). If the name of a lossy mode contains no
-    block size, a block has 512 weights. For any other name, raise an error that lists the valid
-    names.
+    The name of a lossless codec is, for example, "win4", which codes exponents in 4 bits. Each
+    codec for bf16 weights also has lossy modes, which drop mantissa bits. The name of a lossy mode
+    is, for example, "win4:k3:b512". Here, k3 means that each weight keeps 3 mantissa bits. The
+    setting b512 means that blocks of 512 weights share a normaliser (scale). If the name of a lossy
+    mode contains no block size, a block has 512 weights. For any other name, raise an error that
+    lists the valid names.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(

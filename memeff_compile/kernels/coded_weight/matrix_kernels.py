@@ -490,7 +490,7 @@ def _matrix_tile(
 
 @gluon.jit
 def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
-    """Multiply a few tokens (rows of x) by one weight matrix of the codec win4."""
+    """Multiply one or a few tokens (rows of x) by one weight matrix of the codec win4."""
     _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
 
 
@@ -498,9 +498,10 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply a few tokens (rows of x) by 2 or 3 weight matrices with equal numbers of columns.
+    """Multiply one or a few tokens (rows of x) by 2 or 3 weight matrices.
 
-    The order of each sum is the same as in `_coded_weight_matrix_win4_kernel`.
+    The matrices have equal numbers of columns. The order of each sum is the same as in
+    `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS

@@ -34,6 +34,7 @@ class RowTile:
         The constants are HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS. A program computes ROWS
         outputs, and reads WORDS words of codes per row and step. Its rows extend over at most
         CHUNKS chunks of 8192 weights. IS_EVEN says that no tile goes beyond the edge of the weight.
+        STAGES is the number of pipeline stages.
         """
         chunks = chunks_touched(self.rows, columns)
         return has_bias, is_even, self.rows, self.words, self.stages, chunks
