@@ -73,10 +73,11 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate queries (B, Hq, 1, D) by the matrices `turns` (B, H, 2, D, D), and return (B, Hq, D)
-    in fp32.
+    """Rotate a layer's queries as its keys were rotated to be similar to another layer's keys.
 
-    The same matrices rotated the layer's keys.
+    The queries are (B, Hq, 1, D). The result is (B, Hq, D) in fp32. `turns`, (B, H, 2, D, D),
+    contains two matrices per key-value head: one for keys and one for values. This function applies
+    only the matrix for keys.
     """
     from . import split_codes_kernels as kernels
 
@@ -105,9 +106,10 @@ CHUNK = 32
 def heads_at_once(q: Tensor, turns: Tensor) -> int:
     """Return how many query heads one program rotates by the matrix of their key-value head.
 
-    The shapes are (B, Hq, ...) for q, and (B, H, ...) for turns. The result is the number of query
-    heads that share a matrix, so that the matrix is read once. The result is 1 if the GPU would
-    otherwise have too few programs.
+    `q`, (B, Hq, 1, D), contains the query heads' queries or results. The rotation matrices `turns`
+    are (B, H, kinds, D, D), for H key-value heads. The kinds are keys and values, or only values.
+    The result is the number of query heads that share a matrix, so that the matrix is read once.
+    The result is 1 if the GPU would otherwise have too few programs.
     """
     batch, kv_heads, _, depth = turns.shape[:4]
     programs = batch * kv_heads * (depth // min(CHUNK, depth))

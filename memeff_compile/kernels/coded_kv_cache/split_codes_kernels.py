@@ -54,12 +54,13 @@ def _moved(name, source, right):
 
 @triton.constexpr_function
 def _take_two(BITS, PART, BYTE):
-    """Return assembly code that converts the codes of one channel block to numbers.
+    """Return assembly code that converts packed codes of one block of channels to numbers.
 
-    The codes are those in byte BYTE (0 or 1) of each of two 16-bit words. For 3-bit codes, the
-    third bits come from a second operand. For the fourth channel block, both operands are first
-    shifted. The shift moves the fourth block's bits to the positions from which the third block's
-    bits are read.
+    For codes of fewer than 8 bits, a byte has one code from each channel block. PART is the number
+    of the block whose codes are converted. The codes are those in byte BYTE (0 or 1) of each of two
+    16-bit words. For 3-bit codes, these bytes have only the low two bits, and the third bits come
+    from a second operand. For 3-bit codes of the fourth block, both operands are first shifted. The
+    shift moves the fourth block's bits to the positions from which the third block's bits are read.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS
@@ -109,11 +110,12 @@ def _numbers(
     COLUMNS: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Return the codes of one block of channels as numbers, (ROWS, COLUMNS): first the codes in
+    """Unpack the codes of one block of channels to numbers, (ROWS, COLUMNS): first the codes in
     even bytes, then the codes in odd bytes.
 
-    On a GPU (`C.PACKED`), 32-bit instructions unpack several codes at a time. The numbers are then
-    the codes times a very small power of two.
+    `raw` contains 16-bit words of packed codes. PART is the number of the channel block. For 3-bit
+    codes, `high` contains the third bits. On a GPU (`C.PACKED`), 32-bit instructions unpack several
+    codes at a time. The numbers are then the codes times a very small power of two.
     """
     if not C.PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
@@ -131,9 +133,10 @@ def _numbers(
 def _all_numbers(
     raw, high, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr
 ):
-    """Return the codes of all channel blocks of keys as numbers, one block after another.
+    """Unpack the codes of keys to numbers, (ROWS, COLUMNS), one block of channels after another.
 
-    The result has the shape (ROWS, COLUMNS).
+    `raw` contains 16-bit words of packed codes. A byte has one code from each channel block. For
+    3-bit codes, `high` contains the third bits.
     """
     PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
@@ -219,11 +222,13 @@ def _seen(mask, batch, position, is_seen, mask_count):
 
 @triton.jit
 def _gain(PART: tl.constexpr, C: tl.constexpr):
-    """Return the factor by which the unpacked codes of one block of the values' channels are too
-    large.
+    """Return the factor by which the unpacked codes of one channel block of values are too large.
 
-    With PACKED, a code is not moved to the lowest bit, so the factor is a power of two. The caller
-    divides the sums of products by the factor.
+    A byte can have codes from several channel blocks, each at its own bits. PART is the number of
+    the block. With the constant PACKED (on GPUs), unpacking does not move a code to the lowest
+    bits. So the factor is 1 for the first block, and a larger power of two for a later block. The
+    caller divides the sums of products by this factor. Without PACKED, and for 8-bit codes, the
+    factor is 1.
     """
     AS_IT_LIES: tl.constexpr = C.PACKED and C.V_BITS != 8
     PLACE: tl.constexpr = 2 if C.V_BITS == 3 and PART == 3 else PART
@@ -249,9 +254,10 @@ def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
     """Return two copies of `high`, one after the other. The second copy is shifted right by one
     bit.
 
-    Each byte of `high` contains the third bits of two tokens. Decoding reads the same bit positions
-    of both copies. There, the first copy has bits of the first token, and the second copy has bits
-    of the second token.
+    `high` contains the third bits of 3-bit codes of keys, or of values. Each of its bytes contains
+    the third bits of two tokens, for four channels each. Decoding reads the same bit positions of
+    both copies. There, the first copy has bits of the first token, and the second copy has bits of
+    the second token.
     """
     if PACKED:
         second = tl.inline_asm_elementwise(
@@ -700,9 +706,10 @@ def _coded_kv_cache_split_codes_turn_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,  # query heads that one program rotates by the same map
 ):
-    """Rotate the upper layer's queries with the matrices that rotated the upper layer's keys.
+    """Rotate the queries of the upper one of two layers whose keys are merged.
 
-    That rotation made these keys similar to the keys of the lower layer.
+    The rotation matrices are those that rotated the upper layer's keys. That rotation made these
+    keys similar to the keys of the lower layer.
     """
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     heads, repeat = sizes
@@ -733,10 +740,11 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial results.
+    """Combine partial attention results of the upper one of two layers whose values are merged.
 
-    In the part that comes from merged tokens, also invert the layer's linear map (a mean and a
-    rotation).
+    Before merging, a linear map (a mean and a rotation) made the upper layer's values similar to
+    the lower layer's values. In the part that comes from merged tokens, also invert this map. Other
+    tokens are stored exactly.
     """
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE

@@ -276,10 +276,11 @@ def encode_soon(
     The codecs `win4` and `tier` keep the old value's exponent windows (ranges of exponents that
     have a code).
 
-    Return whether the codes fitted, or an `Outcome` if the codec does not make the CPU wait for the
-    GPU. If the codes did not fit, the tensors are invalid. Then only the spill buffer contains the
-    weight, if there is one. The spill buffer is memory for a weight whose new codes do not fit into
-    its existing tensors.
+    For the codec `rans`, return whether the codes fitted. The codecs `win4` and `tier` do not make
+    the CPU wait for the GPU, and return an `Outcome`. Its method `fits` waits for the GPU, and
+    returns whether the codes fitted. If the codes did not fit, the tensors are invalid. Then only
+    the spill buffer contains the weight, if there is one. The spill buffer is memory for a weight
+    whose new codes do not fit into its existing tensors.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -304,8 +305,7 @@ def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None
 
     A patch is a nonzero element of the weight whose exponent has no code. Return how many patches
     each chunk (8192 weights) has, and which groups of 256 weights have patches. The function
-    `_list_win4` needs these numbers. The kernel reads the old weight's patches (uncoded elements)
-    only if there is an optimizer step.
+    `_list_win4` needs these numbers. If `by` is None, the lists of patches in `parts` are not read.
     """
     chunks = patterns.numel() // CHUNK
     counts = _empty(patterns, 2 * chunks)
@@ -363,9 +363,10 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Fill a list of patches (uncoded elements): write positions and values.
+    """Write the positions and values of a weight's patches (uncoded elements) to `lists`.
 
-    The index at which each chunk's patches start is already written.
+    The first tensor of `lists` already contains the index at which the patches of each chunk (8192
+    weights) start.
     """
     room, grid = lists[1].numel(), lists[0].numel() - 1
     if room:
@@ -376,11 +377,12 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write a weight's codes, signs and mantissas.
+    """Write a weight's codes, signs and mantissas to `parts`, for the codec `tier`.
 
-    Before the call, the tensors of the second and the third bit stream must contain only zeros,
-    because the kernel only sets bits. The index at which each chunk starts in these streams must
-    already be written.
+    The codec `tier` has three bit streams. The tensor `first` has a 2-bit code for each weight. The
+    tensors `second` and `third` have further bits of longer codes. Before the call, `second` and
+    `third` must contain only zeros, because the kernel only sets bits. `stream_starts` must already
+    contain the index at which each chunk (8192 weights) starts in `second` and `third`.
     """
     header, first, second, third, stream_starts, *_, signs = parts
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
@@ -464,7 +466,10 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Return whether `step`, which overwrites a gradient's memory, supports a given gradient."""
+    """Return whether `step` supports a weight's gradient.
+
+    `step` applies an optimizer step, and overwrites the gradient with the updated weight.
+    """
     return (
         form.is_lossless
         and gradient.dtype == torch.bfloat16
@@ -480,8 +485,10 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     The updated weight equals, bit for bit, the weight that `torch.optim.SGD` computes from the
     decoded weight on the same GPU. Afterwards the coded tensors contain no valid weight until
     `encode_soon` has encoded the updated weight into them. Pass this function's result to
-    `encode_soon`. The codec must be lossless, and `steps` must have returned True for the gradient.
-    If memory runs out, this function raises an error and has changed no coded tensor.
+    `encode_soon` as its argument `counts`. For the codec `win4`, the result counts the patches
+    (uncoded elements) of the updated weight. For other codecs, the result is None. The codec must
+    be lossless, and `steps` must have returned True for the gradient. If memory runs out, this
+    function raises an error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -517,13 +524,13 @@ def _decoding(codec: str) -> tuple[int, int, _Constants]:
 
 
 def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
-    """Write the decoded bit patterns of a weight, followed by zeros, to a buffer whose size is a
-    multiple of the chunk size.
+    """Write the decoded bit patterns of a weight, followed by zeros, to the buffer `out`.
 
-    The buffer contains 16-bit numbers. If the codec is `tier` or `rans` and `by` is an optimizer
-    step, the caller passes a gradient in the buffer. This function overwrites the gradient with the
-    updated weight. For the codec `win4`, this function ignores `by`: `_code_win4` updates and
-    encodes in one kernel.
+    The buffer contains 16-bit numbers. Their number is the weight's size, rounded up to a multiple
+    of 16,384 (`padded`). If the codec is `tier` or `rans` and `by` is an optimizer step, the caller
+    passes a gradient in the buffer. This function overwrites the gradient with the updated weight.
+    For the codec `win4`, this function ignores `by`: `_code_win4` updates and encodes in one
+    kernel.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -581,8 +588,9 @@ class _Product(NamedTuple):
     form: Format
 
     def operand(self, out: Tensor) -> Multiplied:
-        """Return the kernel arguments that describe the weight, and a tensor for the kernel's
-        result.
+        """Return the argument that describes the weight for a kernel that multiplies by it.
+
+        The argument includes `out`, to which the kernel writes the product.
         """
         norms = self.parts[-1:] if self.form.is_lossless else ()  # which are not read then
         bias = out if self.bias is None else self.bias
@@ -646,7 +654,7 @@ def _row_tile(rows: int, processors: int, form: Format) -> shapes.RowTile:
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
-    """Multiply one token by one, two or three weights in one launch."""
+    """Multiply one token (row of x) by one, two or three weight matrices in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
     outs = [x.new_empty((1, each.shape[0])) for each in several]
     found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
@@ -719,7 +727,7 @@ _TOKEN_KERNELS = ("_coded_weight_token_win4_kernel", "_coded_weight_token_win4_s
 
 
 def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
-    """Multiply a few tokens by one, two or three weights in one launch."""
+    """Multiply a few tokens (rows of x) by one, two or three weight matrices in one launch."""
     x, count, form = several[0].x, len(several), several[0].form
     tokens, groups = x.shape[0], x.shape[1] // GROUP
     outs = [x.new_empty((tokens, each.shape[0])) for each in several]

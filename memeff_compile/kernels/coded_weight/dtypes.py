@@ -31,7 +31,10 @@ def dtype_of(form: Format) -> torch.dtype:
 
 
 def split(weight: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Return the bf16 weight for the codec, and the remaining bits."""
+    """Split an fp32 or fp16 weight into a bf16 weight, which a codec encodes, and the other bits.
+
+    The other bits are the lower 16 bits of each fp32 number, or the lowest 3 of each fp16 number.
+    """
     flat = weight.detach().contiguous().reshape(-1)
     if form.dtype == "fp32":
         halves = flat.view(torch.int16).view(-1, 2)  # the lower bits come first

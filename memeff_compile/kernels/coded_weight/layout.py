@@ -62,8 +62,10 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """The description of a weight of the codec `win4`, in the form that the kernels for one token
-    take as an argument."""
+    """A weight with 4-bit exponent codes (codec `win4`), its bias, and the memory for the product.
+
+    The kernels that multiply one or a few tokens take this tuple as one argument.
+    """
 
     # header, codes, starts, places, patterns, signs, norms: its parts; the patterns are values
     header: Any
@@ -80,7 +82,10 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """The settings of a codec, which `parse` reads from the codec's name."""
+    """The settings of a codec, a compressed format for weights.
+
+    `parse` reads the settings from the codec's name, such as "win4" or "tier:fp32".
+    """
 
     codec: str  # how exponents are coded, one of `CODECS`
     mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
@@ -123,13 +128,14 @@ _FORMATS |= {
 
 
 def parse(name: str) -> Format:
-    """Return the settings that a codec's name describes.
+    """Return the settings that the name of a codec (a compressed format for weights) describes.
 
-    The name of a lossless codec is, for example, "win4". The name of a lossy mode is, for example,
-    "win4:k3:b512". Here, k3 means that each weight keeps 3 mantissa bits. The setting b512 means
-    that blocks of 512 weights share a normaliser (scale). If the name of a lossy mode contains no
-    block size, a block has 512 weights. For any other name, raise an error that lists the valid
-    names.
+    The name of a lossless codec is, for example, "win4", which codes exponents in 4 bits. Each
+    codec for bf16 weights also has lossy modes, which drop mantissa bits. The name of a lossy mode
+    is, for example, "win4:k3:b512". Here, k3 means that each weight keeps 3 mantissa bits. The
+    setting b512 means that blocks of 512 weights share a normaliser (scale). If the name of a lossy
+    mode contains no block size, a block has 512 weights. For any other name, raise an error that
+    lists the valid names.
     """
     if name not in _FORMATS:
         raise UnsupportedInputError(
@@ -142,15 +148,18 @@ def parse(name: str) -> Format:
 
 
 def padded(count: int) -> int:
-    """Return `count` rounded up to a multiple of each codec's chunk size."""
+    """Return a weight's number of elements, `count`, rounded up to a multiple of 16,384.
+
+    Codecs store a weight in chunks of 8192 or 16,384 elements.
+    """
     return -(-count // RANS_CHUNK) * RANS_CHUNK
 
 
 def sampled(count: int) -> int:
-    """Return n: to choose which exponents get a code, the codec `win4` reads every n-th run of
-    consecutive weights.
+    """Return n: to choose which exponents get a code, the codec `win4` reads every n-th run.
 
-    With n = 1, the codec reads all weights.
+    A run is 16,384 consecutive elements of a weight. `count` is the weight's number of elements.
+    With n = 1, the codec reads all elements.
     """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 

@@ -88,8 +88,12 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return two weights in one 32-bit word, with their codes as exponents. For lossless weights,
-    the argument `fields` is a pair of 32-bit words with the sign and mantissa bits.
+    """Return pair number PAIR of the weights in a word of codes, as one 32-bit word.
+
+    A weight's code is its exponent minus the number `base`. The returned numbers have the codes as
+    exponents. The caller multiplies them by 2^base, and those of a lossy weight also by a
+    normaliser (scale). For lossless weights, the argument `fields` is a pair of 32-bit words with
+    the sign and mantissa bits.
     """
     if FIELD == 8:
         word = fields[PAIR // 2]
@@ -125,8 +129,9 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 def _scale(power, norms, lane, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice.
 
-    The number is a block's normaliser (scale) times 2^base, where `base` is the exponent to which
-    the codes are added.
+    The number is the normaliser (scale) of a block of weights times 2^base. A code is a weight's
+    exponent minus `base`. `power` contains 2^base twice in each word. Without normalisers, return
+    `power`.
     """
     scale = power
     if C.BLOCK > 0:
@@ -157,8 +162,8 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
     """Return where some rows of the weight are stored, and the range of their patches (uncoded
     elements) in the lists of patches.
 
-    Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk.
+    A chunk is 8192 consecutive elements of the weight. Three numbers describe the position of the
+    rows: the first chunk, the number of chunks, and the position in the first chunk.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -205,9 +210,10 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with the patches (uncoded elements) of some rows to `acc`.
+    """Add the products of x with patches (uncoded elements) of the weight to `acc`.
 
-    The warps of a program share the work.
+    The patches are those of the program's rows of the weight, which `found` describes. The warps of
+    a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -297,10 +303,11 @@ def _later_patches(
     """Add the products of x with patches (uncoded elements) to `acc` as `patched` does.
 
     This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
-    patches at a time. In each round, it loads the list indices at which the patches of each chunk
-    end. An earlier version had a single function in place of `patched` and `_later_patches`, and
-    used more registers. That version made products of 16 tokens with weights of 0 mantissa bits
-    slower (docs/history/compressed-weights.md).
+    patches at a time. A chunk is 8192 consecutive elements of the weight. In each round, the
+    function loads, for each chunk, the index in the lists at which the chunk's patches end. An
+    earlier version had a single function in place of `patched` and `_later_patches`, and used more
+    registers. That version made products of 16 tokens with weights of 0 mantissa bits slower
+    (docs/history/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -355,7 +362,7 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Multiply half of a group of weights by their columns of x, and add the products to `acc`.
+    """Multiply half of a group of 256 weights by their columns of x, and add the products to `acc`.
 
     Each thread has four pairs of weights of the group. Two of these pairs are multiplied: the first
     by `x_0`, the second by `x_1`.
@@ -483,7 +490,7 @@ def _matrix_tile(
 
 @gluon.jit
 def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
-    """Multiply some tokens by one weight."""
+    """Multiply one or a few tokens (rows of x) by one weight matrix of the codec win4."""
     _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
 
 
@@ -491,9 +498,10 @@ def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.
 def _coded_weight_matrix_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, tokens_count, groups, C: gl.constexpr
 ):
-    """Multiply some tokens by 2 or 3 weights of the same width.
+    """Multiply one or a few tokens (rows of x) by 2 or 3 weight matrices.
 
-    The order of each sum is the same as in `_coded_weight_matrix_win4_kernel`.
+    The matrices have equal numbers of columns. The order of each sum is the same as in
+    `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
@@ -510,9 +518,11 @@ def _coded_weight_matrix_win4_several_kernel(
 def _half_operand(
     codes, fields, power, norms, STEP: gl.constexpr, layout: gl.constexpr, C: gl.constexpr
 ):
-    """Decode 64 of the 128 columns of half a group of weights to bf16.
+    """Decode 64 of the 128 columns of half a group of weights to bf16, for each row of a tile.
 
-    The columns are in the order in which `_coded_weight_win4_order_kernel` writes the columns of x.
+    A group is 256 neighbouring weights of a row. Half a group has 32 of each 64 columns. With STEP
+    0, the function decodes the first 64 columns of the half, with STEP 1 the others. The columns
+    are in the order in which `_coded_weight_win4_order_kernel` writes the columns of x.
     """
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
@@ -531,8 +541,9 @@ def _half_operand(
 def _row_scale(power, norm, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice.
 
-    The number is the normaliser (scale) of a row's block times 2^base, where `base` is the exponent
-    to which the codes are added.
+    The number is the normaliser (scale) of a row's block of weights times 2^base. A code is a
+    weight's exponent minus `base`. `power` contains 2^base twice in each word. Without normalisers,
+    return `power`.
     """
     if C.BLOCK == 0:
         return power
@@ -541,9 +552,10 @@ def _row_scale(power, norm, C: gl.constexpr):
 
 @gluon.jit
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
-    """Load the 7-bit normalisers (scales) of half a group of weights, for some rows.
+    """Load the 7-bit normalisers (scales) of half a group of weights, for each row of a tile.
 
-    For each row, `first` contains the index of the row's first group of 256 weights.
+    A group is 256 neighbouring weights of a row. For each row, `first` contains the index of the
+    row's first group.
     """
     norm_0 = first  # which is not read
     if C.BLOCK > 0:
@@ -561,8 +573,11 @@ def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
 
 @gluon.jit
 def _half_fields(slots, place, layout: gl.constexpr, C: gl.constexpr):
-    """Read the codes and the sign and mantissa fields of half a group of weights from shared
-    memory."""
+    """Read half a group of weights from shared memory, for each row of a tile.
+
+    A group is 256 neighbouring weights of a row. The function reads the weights' exponent codes,
+    and their fields of sign and mantissa bits.
+    """
     code = slots[0].index(place).load(layout)
     sign = slots[1].index(place).load(layout)
     if C.FIELD == 8:
@@ -581,7 +596,7 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 @gluon.jit
 def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.constexpr):
     """Start copying codes, signs and mantissas to shared memory: for each row of a tile, those of
-    128 weights (half a group)."""
+    half a group of 256 weights."""
     codes_desc, signs_desc = descs
     bar, codes, signs = code_bars.index(place), slots[0].index(place), slots[1].index(place)
     group = half // 2

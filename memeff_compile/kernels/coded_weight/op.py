@@ -7,8 +7,9 @@ the ops take the weight's coded tensors as separate arguments, so the inner comp
 default) sees these tensors. The op `coded_weight_product` chooses between two ways of multiplying
 at run time. For a few tokens and the codec `win4`, one kernel decodes and multiplies. Otherwise a
 kernel decodes the weight into a temporary buffer, and the GPU's matrix library multiplies. If a
-gradient is needed, two other ops run instead: `coded_weight_decode`, and then PyTorch's `linear`.
-Results then equal the results of a dense layer bit for bit (`trained_product`).
+gradient is needed, the function `trained_product` calls two other ops instead:
+`coded_weight_decode`, and then PyTorch's `linear`. Results then equal the results of a dense layer
+bit for bit.
 """
 
 from __future__ import annotations
@@ -125,10 +126,11 @@ def encode_soon(
     If the value did not fit, the contents of `parts` are invalid, and the caller must allocate new
     tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These codecs return an
     `Outcome`, which tells later whether the value fitted. Do not read the coded tensors before
-    `Outcome.fits` has returned True. A spill buffer is memory for values whose codes do not fit
-    into the existing tensors. Without a spill buffer, the caller must keep the dense value until
-    `Outcome.fits` has returned True. If it returns False, the caller must encode the dense value
-    again. A lossy codec raises an error for values that are not finite.
+    `Outcome.fits` has returned True. The argument `refuge` is a spill buffer: CPU memory that
+    receives a value whose codes do not fit into the existing tensors. Without a spill buffer, the
+    caller must keep the dense value until `Outcome.fits` has returned True. If `Outcome.fits`
+    returns False, the caller must encode the dense value again. A lossy codec raises an error for
+    values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":
@@ -250,12 +252,12 @@ def _fake_product(given: Product) -> Tensor:
 def trained_product(given: Product, folds: bool) -> Tensor:
     """Decode the weight and multiply as a dense layer does, for a result that needs a gradient.
 
-    The inner compiler (Inductor by default) sees the multiplication as `F.linear`. The compiler may
-    add the bias in a separate op. The compiler calls `F.linear` with less overhead than a custom op
-    has. The op that decodes gets x as its argument `at`. So the compiler cannot decode a weight
-    before its layer's input x exists. Nor can the compiler decode a weight only once for several
-    layers that share the weight. For weights that require gradients, inputs with unusual strides
-    are copied into contiguous rows.
+    The layer's input is x. The inner compiler (Inductor by default) sees the multiplication as
+    `F.linear`. The compiler may add the bias in a separate op. The compiler calls `F.linear` with
+    less overhead than a custom op has. The op that decodes the weight gets x as its argument `at`.
+    So the compiler cannot decode a weight before its layer's input exists. Nor can the compiler
+    decode a weight only once for several layers that share the weight. For weights that require
+    gradients, inputs with unusual strides are copied into contiguous rows.
     """
     x, parts, bias, codec, size, _ = given
     if not (x.dim() <= 2 or x.is_contiguous()):
@@ -375,8 +377,8 @@ def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class _Keep(torch.autograd.Function):
-    """The autograd node that saves the operands; its backward pass computes the gradients of the
-    product."""
+    """The autograd node that saves a linear layer's operands; its backward pass computes their
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -390,7 +392,11 @@ class _Keep(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """The autograd node that multiplies; its backward pass passes the gradient on unchanged."""
+    """The autograd node that computes a linear layer's output.
+
+    Its backward pass passes the gradient on unchanged. The node `_Keep`, which saved the operands,
+    computes the operands' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

@@ -143,8 +143,8 @@ def scaled_pair(pair, scale):
     """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word.
     The products are rounded to nearest, ties to even.
 
-    The function uses one multiply-add instruction, which adds -0.0. Adding 0.0 would turn a product
-    of -0.0 into 0.0.
+    A pair word is a 32-bit word that contains two bf16 numbers. The function uses one multiply-add
+    instruction, which adds -0.0. Adding 0.0 would turn a product of -0.0 into 0.0.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -158,10 +158,11 @@ def scaled_pair(pair, scale):
 
 @triton.jit
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
-    """Return the result of `scaled_pair` for finite numbers.
+    """Multiply the two bf16 numbers of a 32-bit word by those of another word, and round to bf16.
 
-    Without PACKED, compute the result by ordinary operations instead of one instruction for both
-    numbers.
+    The numbers must be finite. The result equals the result of `scaled_pair`, which uses one
+    instruction for both products. Without PACKED, compute the result by ordinary operations
+    instead.
     """
     if PACKED:
         found = scaled_pair(pair, scale)
@@ -187,8 +188,13 @@ def spread_fields(word, FIELD: tl.constexpr):
 
 @triton.jit
 def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return two weights in one 32-bit word, with their codes as exponents, from sign and mantissa
-    fields of 1, 2 or 4 bits."""
+    """Return pair number PAIR of the weights in a word of codes, as one 32-bit word.
+
+    `fields` contains the weights' sign and mantissa bits, 1, 2 or 4 for each weight. A weight's
+    code is its exponent minus the number `base`. The codes are not decoded: the returned numbers
+    have the codes as exponents. The caller multiplies the numbers by 2^base times a normaliser
+    (scale). The first weight of the pair is in the lower half of the word.
+    """
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -294,10 +300,10 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches (uncoded elements) of one chunk of weights in order, for the codec
-    `tier`.
+    """Write the patches (uncoded elements) of one chunk of 8192 weights to the weight's lists.
 
-    The kernel drops patches beyond the end of the list.
+    The patches have the order of the weights. The codec `tier`, which codes exponents in 2, 4 or 8
+    bits, uses this kernel. The kernel drops patches beyond the end of the list.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)

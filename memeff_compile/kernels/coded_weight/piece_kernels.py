@@ -51,8 +51,10 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _parts(piece_ptr, chunks, room):
-    """Return the coded tensors of a weight inside its allocation, in the order of
-    `Format.parts`."""
+    """Return pointers to the coded tensors of a weight, in the order of `Format.parts`.
+
+    All these tensors lie in one allocation, which starts at `piece_ptr`.
+    """
     codes = piece_ptr + APART
     signs = codes + chunks * 1024
     starts = signs + chunks * 2048
@@ -99,8 +101,10 @@ def _coded_weight_piece_encode_kernel(
     C: tl.constexpr,
     # COUNT: weights; for each of them CHUNKS and ROOMS; ENDS: chunks of it and those before it
 ):
-    """Apply the optimizer step to one chunk of one of several weights, encode the chunk, and
-    overwrite its gradients with the new values.
+    """Apply the optimizer step to one chunk of one of several weights, and encode the chunk.
+
+    A chunk has 8192 elements. The kernel also overwrites the chunk's gradients with the updated
+    weights in bf16. The kernel `_coded_weight_piece_lists_kernel` reads the updated weights there.
     """
     at = _at(
         tl.program_id(0),

@@ -1,5 +1,6 @@
-"""The optimizer step on compressed weights (codec `win4`), for several weights in one launch.
+"""The optimizer step on compressed weights, for several weights in one launch.
 
+The codec is `win4`, which compresses bf16 weights without loss, with 4-bit codes for exponents.
 Each weight's coded tensors lie in one allocation.
 """
 
@@ -171,9 +172,11 @@ class Outcomes:
             self._event.record()
 
     def misfits(self) -> list[tuple[int, Tensor]]:
-        """Return the indices and the bit patterns of the weights whose codes did not fit.
+        """Return the indices and the bit patterns of the weights that did not fit into their
+        allocations.
 
-        The function waits for the GPU.
+        A weight does not fit if it has more patches (uncoded elements) than its allocation has
+        space for. The function waits for the GPU.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -191,10 +194,12 @@ class Outcomes:
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
     """Update weights with their gradients and encode them in place, all in one launch.
 
-    The gradients are bf16, padded to whole chunks, and the kernel overwrites them with the new
-    weights. The updated weights equal, bit for bit, those that `codecs.step` and then `encode_soon`
-    give. The contents of `pieces` are invalid until `list_patches` has processed this function's
-    result. If memory runs out, this function raises an error and has changed no weight.
+    `pieces` contains one allocation per weight, with the weight's coded tensors. The gradients are
+    bf16, and the kernel overwrites them with the new weights. The memory of each gradient is padded
+    to a multiple of 16,384 elements (`padded`). The updated weights equal, bit for bit, those that
+    `codecs.step` and then `encode_soon` give. The contents of `pieces` are invalid until
+    `list_patches` has written the lists of patches (uncoded elements). That function needs this
+    function's result. If memory runs out, this function raises an error and has changed no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)

@@ -41,9 +41,8 @@ STREAM_TAIL = 3
 
 
 def as_patterns(weight: Tensor) -> Tensor:
-    """Return a bf16 tensor as flat int16 bit patterns, padded with zeros to a multiple of the chunk
-    size.
-    """
+    """Return a bf16 tensor as flat int16 bit patterns, padded with zeros to a multiple of 16,384
+    elements."""
     flat = weight.detach().contiguous().reshape(-1).view(torch.int16)
     missing = padded(flat.numel()) - flat.numel()
     # Kernels read two weights as one word.
@@ -96,9 +95,10 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
     """Pack a flat tensor of sign and mantissa fields, of `bits` bits each, in the order that
     kernels read.
 
-    Fields of eight bits take two words per thread of a warp. Each word contains two pairs of
-    fields, one in its even bytes and one in its odd bytes. Smaller fields are stored one after
-    another. The eight fields of a thread then take 8, 16 or 32 bits together.
+    Each thread of a warp reads eight fields. Fields of eight bits take two 32-bit words per thread.
+    Each word contains two pairs of fields, one in its even bytes and one in its odd bytes. Smaller
+    fields are stored one after another. The eight fields of a thread then take 8, 16 or 32 bits
+    together.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -119,8 +119,8 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of patches (uncoded elements) in each chunk, their positions in the
-    chunk, and their bit patterns."""
+    """Return the number of patches (uncoded elements) in each chunk (8192 weights), their positions
+    in the chunk, and their bit patterns."""
     counts = is_patch.view(-1, CHUNK).sum(1)
     places = is_patch.nonzero().view(-1)
     return counts, (places % CHUNK).to(torch.int16), patterns[places]
@@ -129,7 +129,8 @@ def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Te
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
     """Join the lists of patches (uncoded elements) of consecutive blocks of weights into one list.
 
-    Return the index at which each chunk's patches start, their positions and their values.
+    A block contains one or several chunks of 8192 weights. Return the index at which each chunk's
+    patches start, the positions of the patches in their chunks, and their values.
     """
     counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
     starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
@@ -215,9 +216,11 @@ def tier_order(flat: Tensor) -> Tensor:
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack, for each chunk, the codes of one bit stream.
+    """Pack the codes of one bit stream of the codec `tier` into 32-bit words, chunk by chunk.
 
-    Return the words, and the number of words per chunk.
+    A stream contains the 2-bit or 4-bit codes (`bits`) of some of the weights. `is_in` says which
+    weights these are. A chunk has 8192 weights. Return the words, and the number of words per
+    chunk.
     """
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
@@ -239,7 +242,9 @@ def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     Every exponent has a 2-bit code. If this code is 3, a second 2-bit code follows. If the second
     code is 3 too, a 4-bit code follows.
 
-    Return the same kinds of tensors as `encode_win4`.
+    Return all coded tensors of the codec `tier`, except the signs and mantissas. These tensors
+    contain the starts of the exponent windows, the codes, and the patches (weights stored whole).
+    One more tensor contains the index at which the second and third codes of each chunk start.
     """
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
@@ -308,8 +313,9 @@ def rans_table(counts: Sequence[int]) -> list[int]:
 
 
 def rans_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, steps, 32 threads).
+    """Reshape flat values, one for each weight, to (chunks, steps, 32 threads).
 
+    A chunk has 16,384 weights. In one step, each thread of a warp encodes or decodes one exponent.
     Of each 256 values, a thread has eight, in eight consecutive steps.
     """
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
@@ -430,9 +436,11 @@ def with_signs(
     """Return the tensors `parts` (the coded exponents), followed by the tensor of the sign and
     mantissa fields of `patterns`.
 
+    `whole` contains the bit patterns (16 bits each) of the weight to encode. For a lossy format,
+    `patterns` contains the bit patterns that `normalise` returned. Otherwise `patterns` is `whole`.
     If the format has a list of patches (uncoded elements), this function also fills in their
-    values. A patch's value is its 16 bits in `whole`, the weight to encode. In the returned tensor
-    of sign and mantissa fields, the field of each patch is zero.
+    values. A patch's value is its 16 bits in `whole`. In the returned tensor of sign and mantissa
+    fields, the field of each patch is zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

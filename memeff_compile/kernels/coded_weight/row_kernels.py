@@ -38,8 +38,8 @@ def chunks_of(weight, first_row, rows, row_length):
     """Return where some rows of the weight are stored, and the range of their patches (uncoded
     elements) in the lists of patches.
 
-    Three numbers describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk.
+    A chunk is 8192 consecutive elements of the weight. Three numbers describe the position of the
+    rows: the first chunk, the number of chunks, and the position in the first chunk.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -92,10 +92,11 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 
 @triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Add the products of x with the eight weights of each word to `acc`.
+    """Add the products of x with the eight weights of each word of codes to `acc`.
 
-    Decoded weights are multiplied by the number 2^base. With PACKED, `scale` is a 32-bit word that
-    contains this number twice. Otherwise `scale` is the number.
+    A weight's code is its exponent minus the number `base`. The code itself becomes the exponent of
+    a number, which is then multiplied by 2^base. With PACKED, `scale` is a 32-bit word that
+    contains 2^base twice. Otherwise `scale` is 2^base.
     """
     pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
     pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
@@ -206,9 +207,10 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes, and the sign and mantissa fields, of some groups of weights of each row.
+    """Load the codes, and the sign and mantissa fields, of some groups of 256 weights of each row.
 
-    Both tensors have the shape (ROWS, GROUPS, 32). Also load the groups' normalisers (scales).
+    The tensor of codes and the tensor of fields have the shape (ROWS, GROUPS, 32). Also load the
+    groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
@@ -242,7 +244,11 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Add the products of x with one pair of weights in each word to `acc`."""
+    """Add the products of x with one pair of weights of each word of codes to `acc`.
+
+    A 32-bit word of `codes` contains the codes of eight weights, which form four pairs. PAIR is the
+    number of the pair.
+    """
     scale = (norms[0].to(tl.int32)[:, :, None] | power) * 0x00010001
     if C.BLOCK == 32:
         other = (norms[1].to(tl.int32)[:, :, None] | power) * 0x00010001
@@ -311,7 +317,7 @@ def _rows(program, x_ptr, weight, row_words, TILE: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
-    """Multiply one token by one weight."""
+    """Multiply one token (row of x) by one weight matrix of the codec win4."""
     _rows(tl.program_id(0), x_ptr, weight, row_words, C.TILE, C)
 
 
@@ -319,7 +325,7 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width.
+    """Multiply one token (row of x) by 2 or 3 weight matrices with equal numbers of columns.
 
     Each sum adds its terms in the same order as in `_coded_weight_row_win4_kernel`.
     """

@@ -29,7 +29,13 @@ class RowTile:
     packed: bool = False
 
     def constants(self, columns: int, *, has_bias: bool, is_even: bool) -> tuple[int, ...]:
-        """Return the compile-time constants HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS."""
+        """Return the tile's compile-time constants for the kernels of `row_kernels`.
+
+        The constants are HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS. A program computes ROWS
+        outputs, and reads WORDS words of codes per row and step. Its rows extend over at most
+        CHUNKS chunks of 8192 weights. IS_EVEN says that no tile goes beyond the edge of the weight.
+        STAGES is the number of pipeline stages.
+        """
         chunks = chunks_touched(self.rows, columns)
         return has_bias, is_even, self.rows, self.words, self.stages, chunks
 
@@ -62,7 +68,7 @@ class WideTile:
 
     @property
     def warps(self) -> int:
-        """Return the number of warps in a program: one per sixteen rows."""
+        """Return the number of warps in a program: one per sixteen rows of the weight."""
         return self.rows // 16
 
     @property
@@ -103,7 +109,11 @@ WARPS_WITH_MATRICES = 10
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile that gives each multiprocessor several warps, for one token and N rows."""
+    """Return the tile for one token and a lossless weight of N rows.
+
+    A program of the kernel computes one tile of outputs. The tile gives each multiprocessor several
+    warps.
+    """
     return _first_busy(ROW_TILES, rows, processors)
 
 
@@ -112,7 +122,10 @@ NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=T
 
 
 def narrow_row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for a lossy weight and one token, chosen as in `row_tile`."""
+    """Return the tile for one token and a lossy weight, which keeps at most 3 mantissa bits.
+
+    A program of the kernel computes one tile of outputs. The tile is chosen as in `row_tile`.
+    """
     return _first_busy(NARROW_ROW_TILES, rows, processors)
 
 

@@ -58,7 +58,7 @@ def side_by_side(
 
 
 def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
-    """Return the length, in elements, to allocate for each list."""
+    """Return how many elements to allocate for each list (a coded tensor of irregular length)."""
     found, kinds = dict[Tensor, int](), dict[tuple[object, ...], list[Tensor]]()
     for weight in weights:
         for name, part in _lists(weight):
@@ -106,8 +106,11 @@ def _words(weight: CodedWeight, lengths: Mapping[Tensor, int]) -> int:
 
 
 def _size(weight: CodedWeight, lengths: Mapping[Tensor, int], whole: bool) -> int:
-    """Return the bytes that a weight's lists, or all of its coded tensors, take in a shared
-    allocation.
+    """Return the bytes that a weight takes in a shared allocation.
+
+    Count all coded tensors of the weight if they lie in one allocation. Also count all if they are
+    to lie next to each other (`whole`) and the codec allows it. Otherwise count only the lists
+    (tensors of irregular length).
     """
     if _is_whole(weight, whole):
         return 4 * _words(weight, lengths)
@@ -136,8 +139,9 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
     """Return `length` elements of a shared allocation, starting at a byte offset.
 
-    Autograd treats the result as separate memory: a write to one weight's list does not count as a
-    write to another weight's list.
+    The elements are for one weight: for a list (tensor of irregular length), or for all coded
+    tensors. Autograd treats the result as separate memory: a write to one weight's list does not
+    count as a write to another weight's list.
     """
     place = torch.empty(0, dtype=dtype, device=slab.device)
     return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

@@ -135,8 +135,8 @@ class UnsettledTogether:
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
         """Add a weight and its gradient.
 
-        The gradient's memory must be padded to a multiple of the chunk size, and after this call no
-        other code may use the gradient.
+        The gradient's memory must be padded to a multiple of 16,384 elements (`layout.padded`).
+        After this call, no other code may use the gradient.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())

@@ -242,7 +242,7 @@ def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constex
 
 @gluon.jit
 def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
-    """Multiply one token with one weight."""
+    """Multiply one token (row of x) by one lossy weight matrix of the codec win4."""
     token_tile(gl.program_id(0), x_ptr, weight, groups, C.TILE, C)
 
 
@@ -250,7 +250,7 @@ def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
 def _coded_weight_token_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
 ):
-    """Multiply one token by 2 or 3 weights of the same width.
+    """Multiply one token (row of x) by 2 or 3 weight matrices with equal numbers of columns.
 
     Each product is summed in the same order as in a separate call.
     """
