@@ -51,9 +51,9 @@ def append(
     programs: int = PROGRAMS,
     codes_values: bool = True,  # False if another launch encodes values
 ) -> None:
-    """Write new tokens and encode the groups that are complete. The op has already checked the
-    shapes.
+    """Write new tokens to a compressed KV cache, and encode the groups of tokens that are complete.
 
+    The op `memeff::coded_kv_cache_append` has already checked the shapes.
     A token beyond `limit` is not written, and attention then returns nan until the cache is reset.
     """
     from . import append_codes_kernels as kernels

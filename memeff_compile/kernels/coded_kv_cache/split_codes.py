@@ -177,7 +177,11 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence; the op has already checked the shapes."""
+    """Return attention of one query per sequence over a compressed KV cache.
+
+    The op `memeff::coded_kv_cache_attention` calls this function, and has already checked the
+    shapes.
+    """
     from . import split_codes_kernels as kernels
 
     k_codes, v_codes, k_scales, _, k_window, _, k_kept, _, _, counts = pool

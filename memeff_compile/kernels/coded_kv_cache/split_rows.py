@@ -54,7 +54,11 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence; the op has already checked the shapes."""
+    """Return attention of one query per sequence over a compressed KV cache.
+
+    The op `memeff::coded_kv_cache_attention` calls this function, and has already checked the
+    shapes.
+    """
     from . import split_rows_kernels
 
     rows = Pool(*pool)._replace(k_scales=None, v_scales=None)
