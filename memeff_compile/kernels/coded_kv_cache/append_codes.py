@@ -53,8 +53,8 @@ def append(
 ) -> None:
     """Write new tokens to a compressed KV cache, and encode the groups of tokens that are complete.
 
-    The op `memeff::coded_kv_cache_append` has already checked the shapes.
-    A token beyond `limit` is not written, and attention then returns nan until the cache is reset.
+    The calling op, such as `memeff::coded_kv_cache_append`, has already checked the shapes. A token
+    beyond `limit` is not written, and attention then returns nan until the cache is reset.
     """
     from . import append_codes_kernels as kernels
 

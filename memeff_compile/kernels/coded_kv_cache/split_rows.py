@@ -54,7 +54,7 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence over a compressed KV cache.
+    """Return attention of one query per sequence over a KV cache without codes.
 
     The op `memeff::coded_kv_cache_attention` calls this function, and has already checked the
     shapes.

@@ -43,8 +43,8 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a compressed weight, until it is known whether the value's codes fit into the
-    memory of the old codes.
+    """A compressed weight's new value, until it is known whether the new codes fit into the memory
+    of the old codes.
 
     The method `settle` waits for the GPU. If the codes do not fit, `settle` encodes the value again
     into newly allocated tensors. `settle` reads the value from the spill buffer (memory for values
@@ -153,8 +153,10 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the collected weights. If the new codes of a weight do not fit into the
-        memory of its old codes, the new value is written to the spill buffer `refuge`.
+        """Update and encode the collected weights.
+
+        A weight's new codes may not fit into the memory of its old codes. The GPU then writes the
+        new value to the spill buffer `refuge`.
 
         Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
         """
@@ -178,7 +180,8 @@ class UnsettledTogether:
         """Wait until the GPU has encoded the new values of the collected weights. If new codes did
         not fit into the memory of a weight's old codes, encode this weight again.
 
-        If the weights have not been updated yet, `settle` first calls `encode_now`.
+        If the weights have not been updated yet, `settle` first calls the constructor's argument
+        `encode_now`. This function updates and encodes the weights.
         """
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
@@ -412,13 +415,12 @@ class CodedWeight(Tensor):
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
-        """Encode a new value of the weight in place, without waiting for the GPU to report whether
-        the new codes fitted into the memory of the old codes.
+        """Encode a new value of the weight in place, without waiting for the GPU's report.
 
-        Call `settle` on the result to wait for this report. If the weight is read before `settle`
-        is called, the read itself calls `settle`. Raise CodedWeightError if memory runs out while
-        the codes are written. The dense value is then kept, and encoded when the weight is next
-        read.
+        The GPU reports whether the new codes fitted into the memory of the old codes. Call `settle`
+        on the result to wait for this report. If the weight is read before `settle` is called, the
+        read itself calls `settle`. Raise CodedWeightError if memory runs out while the codes are
+        written. The dense value is then kept, and encoded when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -447,8 +449,9 @@ class CodedWeight(Tensor):
         `codecs.step` does.
 
         `steps` must have returned True for the gradient. The weight is invalid until `store_soon`
-        has stored the new value. With the codec `win4`, this function returns the numbers of new
-        patches (uncoded elements), and otherwise None. Pass the result to `store_soon` as `counts`.
+        has stored the new value. With the codec `win4`, this function counts the new value's
+        patches (uncoded elements), and returns the counts. With other codecs, this function returns
+        None. Pass the result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -472,7 +475,7 @@ class CodedWeight(Tensor):
     def show_all(self, held: Sequence[Tensor]) -> None:
         """Replace all coded tensors of the weight by the tensors `held`.
 
-        `held` has one tensor for each coded tensor, or is a single tensor that contains them all.
+        `held` has one tensor for each coded tensor, or only one tensor that contains them all.
         """
         for owner in self._owners():
             owner._hold(held)
@@ -1066,8 +1069,8 @@ def _watch_optimizers() -> RemovableHandle:
     """Let PyTorch call `refuse_step` before each step of an optimizer. `refuse_step` raises an
     error if the optimizer would update a compressed weight.
 
-    The check runs before the step, because an error in the middle of the step would leave some
-    parameters updated and others not.
+    The check runs before the step. An error in the middle of the step would leave some parameters
+    updated and others not.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

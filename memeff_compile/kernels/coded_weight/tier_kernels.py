@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec `tier`, which stores the codes of a weight's exponents in three streams.
+"""GPU kernels of the codec `tier`, which stores the exponents of weights as codes in three streams.
 
 Each weight has a 2-bit code in the first stream. If this code is 3, the weight has another 2-bit
 code in the second stream. If that code is also 3, the weight has a 4-bit code in the third stream.
 A chunk is a block of 8192 weights. A table contains the positions in the second and the third
 stream at which each chunk's codes begin.
 
-A thread decodes one word of the first stream, which contains sixteen 2-bit codes. So a thread's
-position in the chunk's part of the second stream is the number of codes equal to 3 in the chunk's
-earlier words. The kernel finds this position with one bit count and one prefix sum per sixteen
-weights. A second bit count and a second prefix sum give the thread's position in the third stream.
+A thread decodes one word of the first stream, which contains sixteen 2-bit codes. Consider the
+chunk's part of the second stream. A thread's position in this part is the number of codes equal to
+3 in the chunk's earlier words. The kernel finds this position with one bit count and one prefix sum
+per sixteen weights. A second bit count and a second prefix sum give the thread's position in the
+third stream.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ The GPU permutes the rows so that all products leave out the ignored rows. The C
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
 a hidden size that is a multiple of 8, and a contiguous weight.
 
-An H200 computes at most 790e12 operations of matrix products per second. The predicted times below
-assume 700e12 operations, and 4.28e12 bytes read or written, per second. Consider a loss that
-returns one number per row, with a backward pass by blocks of classes. On an H200, the forward plus
-backward pass of this loss should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds. The first
-term is the time of four matrix products. The second term is the time to read and write the hidden
-states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12 seconds, and
-additional time for the exponentials of the logits. A lower bound of this time is 3 * 2NDV / 790e12
-seconds, at the highest rate. The lower bounds and the predicted times of a scalar loss are:
+In 16 bits, matrix products on an H200 reach at most 790e12 operations per second. The predicted
+times below assume 700e12 operations, and 4.28e12 bytes read or written, per second. Consider a loss
+that returns one number per row, with a backward pass by blocks of classes. On an H200, the forward
+plus backward pass of this loss should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds. The
+first term is the time of four matrix products. The second term is the time to read and write the
+hidden states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12 seconds,
+and additional time for the exponentials of the logits. A lower bound of this time is 3 * 2NDV /
+790e12 seconds, at the highest rate. The lower bounds and the predicted times of a scalar loss are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;

@@ -26,8 +26,9 @@ depend on the values in the tensors. So a CUDA graph can capture the calls. The 
 atomic operations.
 
 In the times below, N is the number of rows (tokens), D the hidden size and V the number of classes.
-An H200 does at most 790e12 operations, and reads or writes 4.28e12 bytes, per second. On an H200,
-forward plus backward pass take at least the sum of the first three times below (in s):
+In 16 bits, an H200 does at most 790e12 operations per second. An H200 reads or writes 4.28e12
+bytes per second. On an H200, forward plus backward pass take at least the sum of the first three
+times below (in s):
 - 4 * 2NDV / 790e12 for four products: logits (twice), weight's gradient, hidden states' gradient;
 - 10 NV / 4.28e12 to read the fp32 logits twice and write their gradient once (16-bit inputs);
 - 8 ND * blocks / 4.28e12 to read and write the hidden states' gradient once per block;
@@ -258,9 +259,10 @@ def _merge(
     """Merge the products `s` of one strip (range) of classes into the running statistics `state` of
     the rows (tokens).
 
-    `s` contains the products of the hidden states and the weight's rows of these classes, in fp32,
-    (N, W). The strip starts at the class `first`. `state` has the shape (N, STATE). After the last
-    strip of classes, the function also writes each row's results, such as the loss, to `found`.
+    `s` contains the products of the hidden states and the weight's rows of these classes, in fp32.
+    If there is a LoRA adapter, `s` includes the adapter's products. The strip starts at the class
+    `first`. `state` has `LIBRARY_STATE` numbers for each row. After the last strip of classes, the
+    function also writes each row's results, such as the loss, to `found`.
     """
     (_, weight, bias, target, column_weight, *_), (rows, width) = given, s.shape
     start(

@@ -104,9 +104,9 @@ class How(NamedTuple):
 class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
-    `bytes` is the size of these blocks. `columns` matters only for 16-bit inputs of the
-    implementation `reference`. It is the number of classes in a block, whose rows of the weight are
-    copied to fp32.
+    `bytes` is the size of these blocks. `columns` is the number of classes in a block. For 16-bit
+    inputs, the implementation `reference` copies the weight's rows of these classes to fp32. Only
+    the bound for these copies uses `columns`.
     """
 
     bytes: sympy.Expr
@@ -212,12 +212,12 @@ def total_bytes(
     vectors take at most 64 bytes per row in total.
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
-    tiles. It also counts partial sums of the hidden states' gradient (dE), and a copy of the hidden
-    states of one block of rows (tokens). In this copy, each row is multiplied by the factor that
-    turns the same row of X into the logits' gradient. For plain PyTorch, the bound counts a block
-    of logits (with a softcap, three such blocks). It also counts a copy of the hidden states' rows
-    that are not ignored. For 16-bit inputs, plain PyTorch needs two more fp32 buffers. One sums the
-    weight's gradient, and the other is a copy of some rows of the weight.
+    tiles. It also counts partial sums of the hidden states' gradient (dE). It also counts a copy of
+    the hidden states of one block of rows (tokens). In this copy, each row is multiplied by the
+    factor that turns the same row of X into the logits' gradient. For plain PyTorch, the bound
+    counts a block of logits (with a softcap, three such blocks). It also counts a copy of the
+    hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch needs two more fp32
+    buffers. One sums the weight's gradient, and the other is a copy of some rows of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -234,11 +234,12 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the fused loss's implementation `library` (products
-    by cuBLAS) allocates for a frozen output projection with a LoRA adapter.
+    """Return an upper bound of the bytes that the fused loss allocates for a frozen output
+    projection with a LoRA adapter.
 
-    Like `total_bytes`, the bound is valid for a scalar loss. The bound leaves out the inputs, the
-    gradients, and the vectors with a number per row."""
+    The bound is for the implementation `library` (products by cuBLAS). Like `total_bytes`, the
+    bound is valid for a scalar loss. The bound leaves out the inputs, the gradients, and the
+    vectors with a number per row."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)
@@ -252,12 +253,12 @@ def hopper_bytes(
     *,
     gradient_filter: str = "exact",
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of temporary buffers that the implementation `hopper` of
-    the fused loss needs when it processes blocks of rows (tokens).
+    """Return an upper bound of the bytes of the fused loss's temporary buffers, for a loop over
+    blocks of rows (tokens).
 
-    If `rows` is a symbol, the bound is valid for every number of rows. If a gradient filter drops
-    classes, `hopper` has other buffers. The function then returns the bound for these buffers
-    (`filter_bytes`).
+    The bound is for the implementation `hopper`. If `rows` is a symbol, the bound is valid for
+    every number of rows. If a gradient filter drops classes, `hopper` has other buffers. The
+    function then returns the bound for these buffers (`filter_bytes`).
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):
