@@ -54,7 +54,7 @@ def append(
     """Write the keys and values of new tokens to a layer's cache, and encode groups of old tokens.
 
     The window is the memory for the latest tokens, which stay unencoded. When the window is full,
-    the group of its oldest tokens is encoded. The op has already checked the shapes.
+    the group of its oldest tokens is encoded. The calling op has already checked the shapes.
 
     If the cache would contain more than `limit` tokens, no token is written. Attention then returns
     nan until the cache is reset.

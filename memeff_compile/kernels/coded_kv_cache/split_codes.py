@@ -182,9 +182,10 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return the attention of one query per sequence over a low-bit cache.
+    """Return attention of one query per sequence over a compressed KV cache.
 
-    The op has already checked the shapes.
+    The op `memeff::coded_kv_cache_attention` calls this function, and has already checked the
+    shapes.
     """
     from . import split_codes_kernels as kernels
 

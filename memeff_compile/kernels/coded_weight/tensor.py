@@ -43,19 +43,21 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, until it is known whether the value's codes fit into the memory of
-    the old codes.
+    """A compressed weight's new value, until it is known whether the new codes fit into the memory
+    of the old codes.
 
-    If the codes do not fit, the value is encoded again. The second encoding reads the value from
-    the spill buffer (memory for values whose codes do not fit into the existing tensors). Without a
-    spill buffer, this object keeps the dense value until `settle` has returned.
+    The method `settle` waits for the GPU. If the codes do not fit, `settle` encodes the value again
+    into newly allocated tensors. `settle` reads the value from the spill buffer (memory for values
+    whose codes do not fit into the existing tensors). Without a spill buffer, this object keeps the
+    dense value until `settle` has returned.
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Record that the weight's coded tensors are about to be overwritten, so that readers wait
-        for the new codes.
+        """Record that the weight's coded tensors are about to be overwritten with the codes of
+        `value`, the weight's new dense value.
 
-        From then on, all code must call `settle` before it reads the weight.
+        From then on, all code must call `settle` before it reads the weight. `settle` waits until
+        the new codes are complete.
         """
         self._weight = weight
         self._outcome: codecs.Outcome | bool = False
@@ -64,9 +66,12 @@ class Unsettled:
         weight.unsettled = self
 
     def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
-        """Record whether the codes fitted into the old codes' memory. If not, `refuge` is the
-        buffer that contains the weight's value. If `outcome` is an `Outcome` and `refuge` is given,
-        this object keeps `refuge` instead of the dense value. The dense value can then be freed.
+        """Record whether the weight's new codes fitted into the memory of its old codes.
+
+        `outcome` is an `Outcome` if the GPU has yet to report whether the codes fitted, and a bool
+        otherwise. `refuge` is the spill buffer. If the codes do not fit, the GPU copies the
+        weight's new value to `refuge`. If `outcome` is an `Outcome` and `refuge` is given, this
+        object no longer keeps the dense value, only `refuge`. The dense value can then be freed.
 
         If this method raises an error, the object still keeps the dense value.
         """
@@ -80,11 +85,12 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the codes are known to have fitted into the memory of the old codes."""
+        """Return whether `settle` has finished: the weight's codes then contain the new value."""
         return self._kept is None
 
     def settle(self) -> None:
-        """Wait for the GPU, and encode the value again if its codes did not fit."""
+        """Wait until the GPU has encoded the weight's new value. If the new codes did not fit into
+        the memory of the old codes, encode the value again into newly allocated tensors."""
         with self._lock:
             kept = self._kept
             if kept is None:
@@ -100,10 +106,13 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several weights that are encoded together. Each weight's coded tensors lie in
-    one allocation. Apart from this, the class is like `Unsettled`.
+    """New values of several compressed weights, until it is known whether their codes fit into the
+    memory of the old codes.
 
-    This object keeps the weights' gradients until `encode` is called. All code must call `encode`
+    The method `encode` updates and encodes these weights together. Each weight's coded tensors lie
+    in one allocation. The class `Unsettled` is for a single weight.
+
+    This object keeps the weights' gradients until `encode` is called. All code must call `settle`
     before it reads one of the weights. All these gradients were added while the same CUDA stream
     was current. The kernels that `encode` launches run on that stream, even if its caller uses
     another stream.
@@ -133,7 +142,7 @@ class UnsettledTogether:
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
-        """Add a weight and its gradient.
+        """Add a compressed weight and its gradient to the weights that `encode` updates together.
 
         The gradient's memory must be padded to a multiple of 16,384 elements (`layout.padded`).
         After this call, no other code may use the gradient.
@@ -144,8 +153,10 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the weights. A weight whose codes do not fit is written to the spill
-        buffer `refuge`.
+        """Update and encode the collected weights.
+
+        A weight's new codes may not fit into the memory of its old codes. The GPU then writes the
+        new value to the spill buffer `refuge`.
 
         Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
         """
@@ -166,7 +177,12 @@ class UnsettledTogether:
             self._gradients = []
 
     def settle(self) -> None:
-        """Wait for the GPU, and encode again all weights whose codes did not fit."""
+        """Wait until the GPU has encoded the new values of the collected weights. If new codes did
+        not fit into the memory of a weight's old codes, encode this weight again.
+
+        If the weights have not been updated yet, `settle` first calls the constructor's argument
+        `encode_now`. This function updates and encodes the weights.
+        """
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
         with self._lock:
@@ -331,12 +347,12 @@ class CodedWeight(Tensor):
         )
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return a storage with the decoded values, which torch.multiprocessing sends to other
-        processes."""
+        """Return a new storage with the weight's decoded values. torch.multiprocessing sends this
+        storage to other processes."""
         return cast("torch.TypedStorage", self.decode().clone()._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return the decoded values as a tensor of another class."""
+        """Return the weight's decoded values as a tensor of another class."""
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
@@ -399,13 +415,12 @@ class CodedWeight(Tensor):
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
-        """Encode a new value in place, without waiting for the GPU to report whether its codes
-        fitted.
+        """Encode a new value of the weight in place, without waiting for the GPU's report.
 
-        Call `settle` on the result to wait for this report. If the weight is read before `settle`
-        is called, the read itself calls `settle`. Raise CodedWeightError if memory runs out while
-        the codes are written. The dense value is then kept, and encoded when the weight is next
-        read.
+        The GPU reports whether the new codes fitted into the memory of the old codes. Call `settle`
+        on the result to wait for this report. If the weight is read before `settle` is called, the
+        read itself calls `settle`. Raise CodedWeightError if memory runs out while the codes are
+        written. The dense value is then kept, and encoded when the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -420,7 +435,12 @@ class CodedWeight(Tensor):
         return found
 
     def steps(self, gradient: Tensor) -> bool:
-        """Return whether `step` supports a gradient."""
+        """Return whether `step`, which overwrites a gradient with the weight's new value, supports
+        a given gradient.
+
+        The answer depends on the weight's codec, and on the gradient's shape, dtype, device and
+        memory layout.
+        """
         with compat.without_torch_function():
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
@@ -429,7 +449,9 @@ class CodedWeight(Tensor):
         `codecs.step` does.
 
         `steps` must have returned True for the gradient. The weight is invalid until `store_soon`
-        has stored the new value. Pass this function's result to `store_soon` as `counts`.
+        has stored the new value. With the codec `win4`, this function counts the new value's
+        patches (uncoded elements), and returns the counts. With other codecs, this function returns
+        None. Pass the result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -451,7 +473,10 @@ class CodedWeight(Tensor):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Replace all coded tensors by tensors in other memory, or by one allocation."""
+        """Replace all coded tensors of the weight by the tensors `held`.
+
+        `held` has one tensor for each coded tensor, or only one tensor that contains them all.
+        """
         for owner in self._owners():
             owner._hold(held)
             for known in ("_number", "_memory_number"):
@@ -606,30 +631,33 @@ class CodedWeightView(Tensor):
 
     @property
     def plain(self) -> Tensor:
-        """Return the values as a plain tensor with the same memory."""
+        """Return the view's decoded values as a plain tensor, which has the same memory as the
+        view."""
         if "_plain" not in vars(self):
             with compat.on_real_tensors():
                 self._plain = self.detach()  # one object for all readers, as Dynamo's guards ask
         return self._plain
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors into which compilers split the view."""
+        """Return the names of the inner tensors into which compilers split this view of a
+        compressed weight's decoded values."""
         return ["plain"], self.storage_offset()
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], offset: int, outer_size: object, outer_stride: object
     ) -> CodedWeightView:
-        """Rebuild the view from the inner tensors into which `__tensor_flatten__` split it."""
+        """Rebuild the view of decoded values from the inner tensors into which `__tensor_flatten__`
+        split the view."""
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return the storage of the values, which torch.multiprocessing sends to other
-        processes."""
+        """Return the storage of the view's decoded values. torch.multiprocessing sends this storage
+        to other processes."""
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy of the values as a tensor of another class.
+        """Return a copy of the values of this read-only view as a tensor of another class.
 
         A write to this view raises an error, but a write to a tensor of another class does not.
         With a copy, such a write cannot change the values of this view. If `cls` is `Tensor`, the
@@ -638,15 +666,15 @@ class CodedWeightView(Tensor):
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
-        """Return another view object with the same memory."""
+        """Return another view object that has the same memory as this view."""
         return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the decoded values; unpickling returns a plain tensor."""
+        """Pickle the view's decoded values; unpickling returns a plain tensor."""
         return _read(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return the values as a plain tensor."""
+        """Return a copy of the view's decoded values as a plain tensor."""
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         return cast("Tensor", memo.setdefault(id(self), copy.deepcopy(_read(self), memo)))
@@ -1038,8 +1066,11 @@ def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
-    """Check an optimizer's parameters before each step, because an error in the middle of a step
-    would leave some parameters updated and others not.
+    """Let PyTorch call `refuse_step` before each step of an optimizer. `refuse_step` raises an
+    error if the optimizer would update a compressed weight.
+
+    The check runs before the step. An error in the middle of the step would leave some parameters
+    updated and others not.
     """
     return register_optimizer_step_pre_hook(refuse_step)
 

@@ -1,12 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec `tier`. A thread decodes sixteen weights, with one 2-bit code each from
-a first stream, and further bits from a second and a third stream.
+"""GPU kernels of the codec `tier`, which stores the exponents of weights as codes in three streams.
 
-A 2-bit code of 3 means that the weight has more bits in the second stream. A thread decodes one
-word, which contains sixteen 2-bit codes. So a thread's position in the chunk's second stream is the
-number of codes equal to 3 in the chunk's earlier words. The kernel finds this position with one bit
-count and one prefix sum per sixteen weights. A second bit count and a second prefix sum give the
-thread's position in the third stream.
+Each weight has a 2-bit code in the first stream. If this code is 3, the weight has another 2-bit
+code in the second stream. If that code is also 3, the weight has a 4-bit code in the third stream.
+A chunk is a block of 8192 weights. A table contains the positions in the second and the third
+stream at which each chunk's codes begin.
+
+A thread decodes one word of the first stream, which contains sixteen 2-bit codes. Consider the
+chunk's part of the second stream. A thread's position in this part is the number of codes equal to
+3 in the chunk's earlier words. The kernel finds this position with one bit count and one prefix sum
+per sixteen weights. A second bit count and a second prefix sum give the thread's position in the
+third stream.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream from bit `at` on.
+    """Return 64 bits of a stream of codes from bit `at` on.
 
     The caller uses at most 33 of these bits.
     """
@@ -62,7 +66,7 @@ def _window(stream_ptr, at, is_read):
 
 @triton.jit
 def _long_window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream, starting at bit `at`."""
+    """Return 64 bits of a stream of codes, starting at bit `at`."""
     word = at >> 5
     shift = (at & 31).to(tl.int64)
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
@@ -83,8 +87,12 @@ def _windows(header_ptr):
 
 @triton.jit
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
-    """Return the exponent that belongs to one 2-bit code, and the remaining bits of the second and
-    the third stream.
+    """Return the exponent of one weight, and the remaining bits of `second` and `third`.
+
+    `first_codes` contains the 2-bit codes of sixteen weights, and FIELD is the index of one weight.
+    `second` and `third` contain the next codes of the second and the third stream. A weight has a
+    code in `second` only if its 2-bit code is 3. The weight has a code in `third` only if both
+    earlier codes are 3.
     """
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
@@ -206,11 +214,14 @@ def _codes(pattern, windows):
 
 @triton.jit
 def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
-    """Count a chunk's words in the second stream, its words in the third stream, and its patches
-    (uncoded elements).
+    """Count the words that a chunk's codes take in the second and the third stream, and the chunk's
+    patches (uncoded elements).
 
-    A weight is stored whole, as a patch, if its exponent is in none of the three windows (ranges of
-    exponents that have codes).
+    Exponents have codes in three windows (ranges of exponents). The first stream needs no count: it
+    has one code for each weight. A weight has a code in the second stream if its exponent is
+    outside the first window. The weight has a code in the third stream if its exponent is also
+    outside the second window. A weight is stored whole, as a patch, if its exponent is nonzero and
+    in none of the three windows.
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token by weights compressed with a lossy mode of the codec win4, in Gluon. The
-kernel decodes the codes to fp16 numbers.
+"""Multiply one token (row of x) by weights compressed with a lossy mode of win4, in Gluon.
+
+The codec win4 stores the exponent of a weight as a 4-bit code. A lossy mode stores at most 3 of the
+weight's 7 mantissa bits. The kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
 4-bit exponent code and at most 3 mantissa bits is an fp16 number. So one instruction assembles the
@@ -83,7 +85,11 @@ def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _numbers(codes, fields, FIELD: gl.constexpr):
-    """Decode a word of codes to the operands 0 to 3, which are words of two fp16 numbers each.
+    """Decode eight weights to four 32-bit words of two fp16 numbers each. The words belong to the
+    tensor core's four operands, numbered 0 to 3.
+
+    `codes` contains the weights' 4-bit exponent codes. `fields` contains the weights' signs and
+    mantissas, in FIELD bits per weight.
 
     The high byte of each fp16 number has sign, exponent and two mantissa bits: s0ccccmm.
     """
@@ -172,8 +178,9 @@ def _store_x(xs, x_ptr, scale, C: gl.constexpr):
 def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constexpr):
     """Compute 16 outputs for one token; each warp sums over a share of the columns.
 
-    The constants are the same as for `matrix_kernels._matrix_tile`; GROUPS is K / 256, and BLOCK is
-    at least 256.
+    `C` has the same constants as for `matrix_kernels._matrix_tile`. `C.GROUPS` equals `groups`, the
+    number of groups of 256 weights in a row. `C.BLOCK`, the number of weights per normaliser
+    (scale), is at least 256.
     """
     rows_count = weight.rows
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1, 1], [1, 16, 8])

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """GPU kernels of the codec win4: decoding, encoding, and the kernels that run before and after
-products of several tokens.
+matrix products of a compressed weight with several tokens.
 
 A 32-bit word of codes contains the exponents of eight weights. Two words of signs contain the
 weights' signs and mantissas. No weight depends on its neighbours, so kernels need only about ten

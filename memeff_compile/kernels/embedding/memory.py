@@ -52,8 +52,8 @@ def bytes_after(
     # bytes of the partial sums: a symbol for a short formula, or by default those of `piece_bytes`
     pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the embedding's gradient needs with the op: partial
-    sums, sorted ids and index vectors.
+    """Return an upper bound of the bytes that the embedding's gradient needs with the op
+    `memeff::embedding`: partial sums, sorted ids and index vectors.
     """
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
@@ -61,11 +61,11 @@ def bytes_after(
 
 
 def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
-    """Return the most bytes that partial sums take at any one time.
+    """Return the most bytes that partial sums of the embedding's gradient take at any one time.
 
     The implementation `sorted` has two fp32 partial sums per chunk of 32 tokens. The implementation
     `reference` sums a block of columns at a time. `reference` has four fp32 matrices (fp64 for fp64
-    inputs) with N rows and the columns of one block.
+    inputs) with one row per token and the columns of one block.
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
     if engine == "sorted":

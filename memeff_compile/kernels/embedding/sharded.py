@@ -6,6 +6,8 @@ placement Partial. So the ranks' local tensors must still be added up.
 
 After the rewrite: `x = over_ranks(memeff.embedding(W_r, ids, -1, first_row), W, ids)`, where W_r is
 the rank's shard of W. The shard starts at row `first_row` of W, and -1 means that no id is padding.
+`over_ranks` makes a DTensor of the ranks' local results. The placements of W and `ids` determine
+the placement of this DTensor, which is again Partial.
 
 DTensor computes the V x D gradient of all rows of W on every rank, and then keeps only the rank's
 own rows. With these ops, a rank computes only the gradient of its own rows.

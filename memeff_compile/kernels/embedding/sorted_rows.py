@@ -27,9 +27,9 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
 
     The sum, which includes the old row of `grad_weight`, is computed in fp32 and rounded once. The
     arguments are the same as for `reference.accumulate`, in bf16, fp16 or fp32, with any strides.
-    An id that is negative, or at least V, is ignored. If a table is split over ranks, another rank
-    stores the row of such an id. Otherwise, the forward lookup has already raised an error for the
-    id.
+    An id is ignored if it is negative, or not less than the number of rows of `grad_weight`. If a
+    table is split over ranks, another rank stores the row of such an id. Otherwise, the forward
+    lookup has already raised an error for the id.
     """
     from . import sorted_rows_kernels as kernels
 

@@ -128,8 +128,10 @@ def _embedding_sorted_rows_borders_kernel(
 
 
 def block_for(depth: int, largest: int) -> int:
-    """Return how many columns a program processes.
+    """Return how many columns of the embedding's gradient a program processes.
 
-    If `largest` is 1024, the result is 128 for a `depth` of 64, and 1024 for a `depth` of 2304.
+    `depth` is the number of columns of the gradient. `largest` is the most columns that a program
+    may process. If `largest` is 1024, the result is 128 for a `depth` of 64, and 1024 for a `depth`
+    of 2304.
     """
     return min(largest, max(128, 1 << (depth - 1).bit_length()))

@@ -14,19 +14,29 @@ from ..sizes import Size
 
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of the three inputs and the three results of Inductor's fused kernel."""
+    """Return the bytes of a gated MLP's (N, I) tensors in the backward pass without the op.
+
+    The op is `memeff::gated_linear`. Without the op, Inductor's fused kernel reads three tensors:
+    gate, up and the gradient of the product act(gate) * up. The kernel writes three further
+    tensors: the product and the gradients of gate and up.
+    """
     return 6 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of the three buffers that the in-place kernel reads and writes."""
+    """Return the bytes of a gated MLP's (N, I) tensors in the backward pass with the op.
+
+    The backward kernel of `memeff::gated_linear` reads three buffers: gate, up and the gradient of
+    the product act(gate) * up. The kernel overwrites these buffers with its results.
+    """
     return 3 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes that an op needs while it runs, in addition to its arguments and results.
+    """Return the bytes that `memeff::gated_linear`, or its backward op, needs while it runs, in
+    addition to its arguments and results.
 
-    The forward pass needs a buffer for the product. The backward pass needs a buffer for the
-    product's gradient, over which the kernel writes the product.
+    The forward pass needs a buffer for the product act(gate) * up. The backward pass needs a buffer
+    for the product's gradient, over which the kernel writes the product.
     """
     return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)

@@ -34,9 +34,11 @@ ENGINES = {
 def supports(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
-    """Return the reason why the op does not support a call of attention, or None if it does.
+    """Return the reason why the op `memeff::kv_cache_attention` does not support the given tensors,
+    or None if it does.
 
-    `last` may be None.
+    `last` contains the last cache position that each query may attend to. If `last` is None, the
+    function checks only the other tensors.
     """
     named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
     return (

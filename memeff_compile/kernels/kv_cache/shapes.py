@@ -1,6 +1,7 @@
-"""Choose how the implementation `split` divides the work: keys per tile, and programs per sequence
-and head.
+"""Choose how `split`, an implementation of attention over a KV cache, divides the work: keys per
+tile, and programs per sequence and head.
 
+The implementation `split` divides the cached keys of a sequence among several programs.
 The chosen sizes depend on static sizes, not on the number of cached tokens. So a launch in a CUDA
 graph stays valid as the cache fills up.
 """

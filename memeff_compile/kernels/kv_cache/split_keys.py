@@ -85,8 +85,9 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention over the keys up to position `last`; the op has already checked the shapes.
+    """Return attention over the cached keys up to each query's position in `last`.
 
+    The op `memeff::kv_cache_attention` calls this function, and has already checked the shapes.
     The result's memory has the order (B, M, H, D).
     """
     from . import split_keys_kernels as kernels

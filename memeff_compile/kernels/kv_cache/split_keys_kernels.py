@@ -25,7 +25,11 @@ from .._triton.split_softmax_kernels import of_shares, step
 
 @triton.jit
 def _last_key_of_rows(given, batch, query, is_row, keys):
-    """Return the last position of the cache that each row may attend to, or -1 if there is none."""
+    """Return the last cache position that the query of each row may attend to, or -1 if there is
+    none.
+
+    A row of a tile is a pair of a query and a query head.
+    """
     last_ptr, stride_last_batch, stride_last_query = given
     last = tl.load(
         last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1

@@ -30,13 +30,14 @@ The GPU permutes the rows so that all products leave out the ignored rows. The C
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
 a hidden size that is a multiple of 8, and a contiguous weight.
 
-An H200 reaches 700e12 operations and reads or writes 4.28e12 bytes per second. Consider a loss that
-returns one number per row, with a backward pass by blocks of classes. On an H200, the forward plus
-backward pass of this loss should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds. The first
-term is the time of four matrix products. The second term is the time to read and write the hidden
-states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12 seconds, and
-additional time for the exponentials of the logits. A lower bound of this time is 3 * 2NDV / 790e12
-seconds. The lower bounds and the predicted times of a scalar loss are:
+In 16 bits, matrix products on an H200 reach at most 790e12 operations per second. The predicted
+times below assume 700e12 operations, and 4.28e12 bytes read or written, per second. Consider a loss
+that returns one number per row, with a backward pass by blocks of classes. On an H200, the forward
+plus backward pass of this loss should take 4 * 2NDV / 700e12 + 8ND * blocks / 4.28e12 seconds. The
+first term is the time of four matrix products. The second term is the time to read and write the
+hidden states' gradient (dE) once per block. A scalar loss should take 3 * 2NDV / 700e12 seconds,
+and additional time for the exponentials of the logits. A lower bound of this time is 3 * 2NDV /
+790e12 seconds, at the highest rate. The lower bounds and the predicted times of a scalar loss are:
 
 - for N, D, V = 8192, 4096, 128256: at least 32.7 ms, and 38 ms predicted;
 - for N, D, V = 8192, 2304, 256000: at least 36.7 ms, and 45 ms predicted;
@@ -359,10 +360,10 @@ class ByRows(RowWalk):
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], *, height: int = 0
     ) -> None:
-        """Allocate the buffers that all blocks share.
+        """Allocate the buffers that all blocks of rows (tokens) share.
 
-        If `height` is not 0, it is the block height that all ranks use, a multiple of the tile
-        height.
+        If `height` is not 0, it is the number of rows per block that all ranks use, a multiple of
+        the tile height.
         """
         self.shapes = shapes = shapes_for(given.hidden.device)
         super().__init__(given, settings, output_mask, shapes)
@@ -401,8 +402,9 @@ class ByRows(RowWalk):
         X is the logits' gradient up to a factor per row.
 
         For the hidden states' gradient (dE), X is multiplied by the weight. For the weight's
-        gradient (dC), X is multiplied by the (R, D) matrix `factor`. Rows of `factor` after the
-        block's last row are zero or do not exist. For these products, the method uses a Gluon
+        gradient (dC), X is multiplied by the matrix `factor`. The rows of `factor` are the block's
+        hidden states, each multiplied by its row's factor. Rows of `factor` after the block's last
+        row are zero or do not exist. For these products, the method uses a Gluon
         kernel if the installed Triton version has Gluon. Otherwise the method uses a kernel in
         plain Triton.
         """
@@ -613,10 +615,11 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> BackwardByRows | BackwardByClasses:
-    """Return the backward pass that computes the gradients that `output_mask` requests.
+    """Return the fused loss's backward pass, for the gradients that `output_mask` requests.
 
     A backward pass by blocks of rows is faster than one by blocks of classes but takes more memory.
-    Blocks of rows are used only if the caller sets no workspace.
+    Blocks of rows are used only if `settings.workspace`, the caller's limit of temporary memory, is
+    not set.
     """
     is_by_rows = triton_compat.has_gluon() and not settings.workspace
     if is_by_rows and given.hidden.dtype == torch.bfloat16:

@@ -11,9 +11,13 @@ The epilogue (the code after a tile's product) uses the tile of logits in one of
 For a logit z_ij, an element of X is X_ij = exp(z_ij - base_i), where base_i is a number near the
 largest logit of row i. With a softcap, X_ij is also multiplied by dz/ds, the derivative of the
 logit z with respect to the uncapped product s. With or without a softcap, X_ij is rounded once to
-16 bits. The number base_i, which is subtracted from the logits of row i, is known before the logits
-are computed. So a kernel can write X, the logits' gradient up to a factor per row, before the row's
-log-sum-exp (lse_i) is known.
+16 bits.
+
+At first, base_i is the logit of row i's target class, which a separate kernel computes before all
+other logits. If another rank has the target class, base_i is the logit of another class. So a
+kernel can write X, the logits' gradient up to a factor per row, before the row's log-sum-exp
+(lse_i) is known. If base_i is too far from the row's largest logit, that logit becomes base_i. X
+is then computed again for the row's block.
 
 X lacks one factor per row. Kernels that compute gradients from X multiply row i of an operand, or
 of the result, by this factor. Let base_i be the number that was subtracted from the logits of row
@@ -21,10 +25,11 @@ i, and lse_i the log-sum-exp of these logits. The factor of row i is exp(base_i 
 derivative of the total loss with respect to the row's loss. Without a softcap, this factor of row i
 also contains the scale of the logits.
 
-In the column of a row's target class, X contains (p - 1) * exp(lse_i - base_i), where p is the
-target's probability. With a softcap, this element of X is also multiplied by dz/ds. Here, dz/ds is
-the derivative of the logit z with respect to s, the uncapped product of hidden state and weight. A
-kernel computes p - 1 in fp32, and rounds only the finished number to 16 bits.
+When lse_i is known, a later kernel overwrites the element of X in the column of the row's target
+class. The new element is (p - 1) * exp(lse_i - base_i), where p is the target's probability. With a
+softcap, this element of X is also multiplied by dz/ds. Here, dz/ds is the derivative of the logit z
+with respect to s, the uncapped product of hidden state and weight. The kernel computes p - 1 in
+fp32, and rounds only the finished number to 16 bits.
 
 Ranks that split the vocabulary exchange log-sum-exps after writing X, the logits' gradient up to a
 factor per row.
@@ -487,6 +492,7 @@ def _linear_cross_entropy_hopper_logits_kernel(
     """Write X (the logits' gradient up to a factor per row) and the statistics of its rows, tile by
     tile.
 
+    The kernel processes one block of rows (tokens), in tiles of BM x BN logits. In the last tiles,
     X has zeros in rows after the block's last row, and in columns after the last class.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)

@@ -104,8 +104,9 @@ class How(NamedTuple):
 class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
-    The fields are the bytes of these blocks, and the number of classes whose rows of the weight are
-    copied.
+    `bytes` is the size of these blocks. `columns` is the number of classes in a block. For 16-bit
+    inputs, the implementation `reference` copies the weight's rows of these classes to fp32. Only
+    the bound for these copies uses `columns`.
     """
 
     bytes: sympy.Expr
@@ -115,22 +116,24 @@ class Pieces(NamedTuple):
 def bytes_after(
     rows: Size, depth: Size, vocab: Size, *, pieces: Pieces | None = None, **how: Any
 ) -> sympy.Expr:
-    """Return an upper bound of the op's bytes, without inputs and returned gradients.
+    """Return an upper bound of the bytes that the op `memeff::linear_cross_entropy` needs, without
+    inputs and returned gradients.
 
     The bound is valid for the forward pass. If a backward pass follows, the bound is valid for it
     too. The bound is the sum of:
 
     - the blocks of logits that exist at one time (`pieces`);
-    - the vectors of N elements;
-    - for 16-bit inputs and a backward pass, the fp32 sum of the hidden states' gradient (4ND).
+    - the vectors with one number per row, such as losses and log-sum-exps;
+    - for 16-bit inputs and a backward pass, the fp32 sum of the hidden states' gradient (4ND for
+      N rows and D features).
 
     For a block of classes, the bound counts at most half of the vocabulary, rounded up to a
     multiple of 64 columns. For the implementation `hopper`, this number is rounded up to a multiple
     of 256 columns. For 16-bit inputs, the implementation `reference` also needs fp32 copies. The
     bound then adds the copies of the hidden states and of blocks of the weight. For `reference` on
     a CPU, the bound also adds the copies of the rows that are not ignored. `how` contains the
-    fields of `How`. `pieces` may contain symbols, for a short formula, and is by default the result
-    of `piece_sizes`.
+    fields of `How`, such as the dtype and the implementation. `pieces` may contain symbols, for a
+    short formula, and is by default the result of `piece_sizes`.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given
@@ -151,7 +154,7 @@ def bytes_after(
 def piece_sizes(rows: Size, depth: Size, vocab: Size, **how: Any) -> Pieces:
     """Return an upper bound of the bytes of the blocks of logits that exist at one time.
 
-    `how` has the fields of `How` as its keys.
+    The keys of `how` are the fields of `How`, such as the dtype and the implementation.
     """
     given = How(**how)
     dtype, engine, device_type, workspace, has_softcap, with_entropy, training, _ = given
@@ -202,18 +205,19 @@ def total_bytes(
     has_softcap: bool = False,  # likewise
     gradient_filter: str = "exact",  # likewise
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the op for a scalar loss allocates.
+    """Return an upper bound of the bytes that `memeff::linear_cross_entropy_total`, the op for a
+    scalar loss, allocates.
 
     The bound leaves out the inputs, the gradients, and the vectors with a number per row. These
     vectors take at most 64 bytes per row in total.
 
     On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
-    tiles. It also counts partial sums of the hidden states' gradient (dE), and a copy of a block's
-    hidden states. In this copy, each row is multiplied by the factor that turns the same row of X
-    into the logits' gradient. For plain PyTorch, the bound counts a block of logits (with a
-    softcap, three such blocks). It also counts a copy of the hidden states' rows that are not
-    ignored. For 16-bit inputs, plain PyTorch needs two more fp32 buffers. One sums the weight's
-    gradient, and the other is a copy of some rows of the weight.
+    tiles. It also counts partial sums of the hidden states' gradient (dE). It also counts a copy of
+    the hidden states of one block of rows (tokens). In this copy, each row is multiplied by the
+    factor that turns the same row of X into the logits' gradient. For plain PyTorch, the bound
+    counts a block of logits (with a softcap, three such blocks). It also counts a copy of the
+    hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch needs two more fp32
+    buffers. One sums the weight's gradient, and the other is a copy of some rows of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -230,11 +234,12 @@ def total_bytes(
 def adapted_total_bytes(
     rows: Size, vocab: Size, rank: Size, *, dtype: torch.dtype, workspace: int = 0
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the implementation `library` allocates for a frozen
-    output projection with a LoRA adapter.
+    """Return an upper bound of the bytes that the fused loss allocates for a frozen output
+    projection with a LoRA adapter.
 
-    Like `total_bytes`, the bound is valid for a scalar loss. It leaves out the inputs, the
-    gradients, and the vectors with a number per row."""
+    The bound is for the implementation `library` (products by cuBLAS). Like `total_bytes`, the
+    bound is valid for a scalar loss. The bound leaves out the inputs, the gradients, and the
+    vectors with a number per row."""
     itemsize = dtype.itemsize
     height = library_rows(rows, vocab, workspace, itemsize)
     return height * vocab * (4 if itemsize == 4 else 4 + itemsize) + 4 * vocab * (rank + 1)
@@ -248,10 +253,12 @@ def hopper_bytes(
     *,
     gradient_filter: str = "exact",
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes of `hopper` when it processes blocks of rows.
+    """Return an upper bound of the bytes of the fused loss's temporary buffers, for a loop over
+    blocks of rows (tokens).
 
-    If N is a symbol, the bound is valid for every N. If a gradient filter drops classes, `hopper`
-    has other buffers. The function then returns the bound for these buffers (`filter_bytes`).
+    The bound is for the implementation `hopper`. If `rows` is a symbol, the bound is valid for
+    every number of rows. If a gradient filter drops classes, `hopper` has other buffers. The
+    function then returns the bound for these buffers (`filter_bytes`).
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):

@@ -16,8 +16,13 @@ passes in for the total loss. The module `_head_loss.scaling` does this multipli
 
 Four more ops support classes that are split over ranks (`vocabulary_parallel`). They compute one
 rank's statistics, merge statistics, compute a rank's total loss, and give all ranks the total of
-the first rank. Four further ops only call the ops above, and make graphs easy to read: `_adapted`,
-`_adapted_total` (with an adapter), `_over_ranks`, `_total_over_ranks` (split classes).
+the first rank.
+
+Four further ops are composed of the ops above. In a graph, their names show that the output
+projection has an adapter, or that its classes are split over ranks:
+
+- with an adapter: `linear_cross_entropy_adapted` and `linear_cross_entropy_adapted_total`;
+- with split classes: `linear_cross_entropy_over_ranks` and `linear_cross_entropy_total_over_ranks`.
 
 Each argument of an op costs a few microseconds of CPU time. So the ops for a single process do not
 have the many arguments for ranks.
