@@ -65,9 +65,10 @@ def temporary_bytes(
     training: bool = True,
     depth: int = 0,  # of a weight whose gradient is computed, and may lend its memory; 0 for none
 ) -> sympy.Expr:
-    """Return the bytes of the buffers for the blocks of rows that are in memory at one time.
+    """Return the bytes of a divergence call's buffers, mainly for logits and their gradients.
 
-    If the number of rows is symbolic, return an upper bound."""
+    `workspace` limits for how many rows (tokens) logits are in memory at one time. If the number of
+    rows is symbolic, return an upper bound."""
     itemsize = dtype.itemsize
     if engine == "reference":
         height = reference_rows(rows, vocab, workspace, itemsize)
@@ -98,12 +99,14 @@ def _slot_bytes(
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:
-    """Return the op's bytes, given the result of `temporary_bytes`."""
+    """Return the bytes that a divergence needs with the op: `held` and a few bytes per row.
+
+    `held` is the result of `temporary_bytes`."""
     return sympy.sympify(held) + BYTES_PER_ROW * sympy.sympify(rows)
 
 
 def cost_of_few_rows(rows: int) -> str:
-    """Return a remark for memeff_compile's report of rewrites if the call has so few rows that the
+    """Return a remark for the report if a divergence loss has so few rows (tokens) that the fused
     op is slower than Inductor.
 
     The probable cause is a kernel that Inductor's code does not need. The kernel multiplies the
