@@ -75,7 +75,10 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
 
 
 class _Call(NamedTuple):
-    """The arguments of the op `quantized_attention_by_call`: those after `key_ids` by keyword."""
+    """The arguments of the op `quantized_attention_by_call`.
+
+    All arguments after `key_ids` are passed by keyword.
+    """
 
     q: Tensor
     k: Tensor
