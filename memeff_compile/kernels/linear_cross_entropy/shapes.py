@@ -39,7 +39,10 @@ def _round_down(value: int, step: int) -> int:
 
 
 def _half_vocab(vocab: int) -> int:
-    """Return the most classes that a block may have: half of them, so that no buffer is N x V."""
+    """Return the most classes that a block may have: half of the vocabulary (V classes).
+
+    So no buffer is N x V for N rows (tokens).
+    """
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
@@ -70,8 +73,8 @@ def reference_columns(
 ) -> int:
     """Choose for how many classes `reference` computes logits at a time.
 
-    The logits of all rows for these classes should fit in `workspace` bytes. With a workspace of 0,
-    the function chooses the memory limit itself."""
+    For these classes and all rows, buffers with `bytes_per_logit` bytes per logit should fit in
+    `workspace` bytes. With a workspace of 0, the function chooses the memory limit itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))

@@ -145,8 +145,8 @@ class _Walk(ABC):
     def block(self, slot: int, here: slice) -> None:
         """Compute the logits and the results of the rows `here`, which are one block of rows.
 
-        The logits are stored in the buffer number `slot`. If a gradient is requested, it overwrites
-        the logits there.
+        The student's logits are stored in the buffer number `slot`. If gradients are requested, the
+        gradient of the student's logits overwrites the logits there.
         """
 
     def student(self, slot: int, here: slice) -> Tensor:

@@ -99,15 +99,17 @@ def _slot_bytes(
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:
-    """Return the bytes that a divergence needs with the op: `held` and a few bytes per row.
+    """Return the bytes that a divergence needs with the op: `held` plus BYTES_PER_ROW per row.
 
     `held` is the result of `temporary_bytes`."""
     return sympy.sympify(held) + BYTES_PER_ROW * sympy.sympify(rows)
 
 
 def cost_of_few_rows(rows: int) -> str:
-    """Return a remark for the report if a divergence loss has so few rows (tokens) that the fused
-    op is slower than Inductor.
+    """Return a remark for memeff_compile's report of rewrites, or "" for more than FEW_ROWS rows.
+
+    If a divergence loss had at most FEW_ROWS rows (tokens), the fused op was slower than Inductor's
+    code on an H200.
 
     The probable cause is a kernel that Inductor's code does not need. The kernel multiplies the
     weight's gradient by a single number: the gradient that autograd passes in for the loss. At 2048

@@ -149,10 +149,10 @@ class Settings:
         """Return whether the int32 sums of the matrix product q k^T start from the scores of the
         queries' means, not from zero.
 
-        The mean of each block of queries is subtracted before rounding. So the mean's scores, its
-        products with the keys, must be added to the scores of the block's queries. The result is
-        false for 8-bit codes, because the scores of the means, counted in quantisation steps, may
-        be too large for int32.
+        If the field `smooth` contains q, the mean of each block of queries is subtracted before
+        rounding. The mean's scores (its products with the keys) must then be added to the scores of
+        the block's queries. The result is false for 8-bit codes, because the scores of the means,
+        counted in quantisation steps, may be too large for int32.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 
