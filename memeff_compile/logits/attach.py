@@ -68,7 +68,10 @@ def attach(
     unread: Sequence[int] = (),
     use: LogitsUse | None = None,  # counts how the logits are used
 ) -> Callable[..., Sequence[Any]]:
-    """Wrap a compiled callable so that the outputs named in `plan` become deferred logits."""
+    """Wrap a compiled callable so that the outputs in `plan` become deferred logits.
+
+    Deferred logits are computed when they are first read.
+    """
     entries, end = tuple(plan), given_sizes(plan)
 
     def run(*args: Any) -> Sequence[Any]:
@@ -123,8 +126,8 @@ def with_missing_outputs(
 
 
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it receives deferred logits as plain tensors, with
-    gradients.
+    """Wrap a compiled callable so that it receives deferred logits (computed when first read) as
+    plain tensors, with gradients.
 
     `places` are the positions of those arguments that are deferred logits, returned by another
     compiled callable.
@@ -139,8 +142,8 @@ def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[...,
 
 
 class _Defer(torch.autograd.Function):
-    """The autograd function that connects deferred logits to the hidden states and the output
-    projection."""
+    """The autograd function that connects deferred logits (computed when first read) to the hidden
+    states and the output projection."""
 
     @staticmethod
     def forward(

@@ -61,7 +61,7 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks.
+        """Return targets as column indices of this rank's logits, and two masks of rows.
 
         The masks mark the rows whose target this rank has, and the rows whose target another rank
         has. If another rank has a row's target, the row gets an arbitrary column. The row is not

@@ -358,9 +358,9 @@ class Total(Statistics, Differentiating):
             self.grad_hidden[self.here] = part.to(self.grad_hidden.dtype)
 
     def _columns(self) -> list[tuple[int, int]]:
-        """Return ranges of columns for the blocks.
+        """Return the ranges of classes for the matrix products with the weight, one per range.
 
-        If the weight must be converted to a wider dtype, a block's rows of the weight are copied.
+        If the weight must be converted to a wider dtype, a range's rows of the weight are copied.
         The copy has REFERENCE_MIN_ROWS rows, or more rows if the copy is then no larger than the
         buffer of logits.
         """
@@ -401,9 +401,9 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
 
 
 def _width(dtype: torch.dtype, rows: int, weight: Tensor, given: Settings, *, forward: bool) -> int:
-    """Return the number of columns in a block.
+    """Return the number of classes in a block.
 
-    The number of columns depends on the number of all rows, including ignored rows.
+    This number depends on the number of all rows, including ignored rows.
     """
     per_logit = reference_bytes_per_logit(
         dtype.itemsize, given.softcap > 0, not forward, given.with_entropy
@@ -419,6 +419,7 @@ def _scaled_products(
 ) -> tuple[Tensor, Any]:
     """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
 
+    The product `low @ up.T` is the output of a LoRA adapter, if the output projection has one.
     Return the block's rows of `weight` and of `up`, converted to the dtype of the sums.
     """
     here, dtype = slice(block.first, block.stop), out.dtype
@@ -435,11 +436,11 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a block, and, for every row, the index of a column of
-    the block.
+    """Return which rows have their target in a block of classes, and, for every row, the index of a
+    class within the block.
 
-    The index is the target's column. If the target is not in the block, the index is that of the
-    block's first or last column.
+    The index is that of the target. If the target is not in the block, the index is that of the
+    block's first or last class.
     """
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)

@@ -1,8 +1,8 @@
 """All sizes that this folder chooses: blocks of rows and classes, tiles, and launches.
 
-The letters for axes are explained in `_head_loss.shapes`. A temporary tensor is R x V for a block
-of R rows, or N x W for a block of W classes. A temporary tensor is N x V only if the workspace is
-large enough.
+The letters for axes, such as N for rows and V for classes, are explained in `_head_loss.shapes`. A
+temporary tensor is R x V for a block of R rows, or N x W for a block of W classes. A temporary
+tensor is N x V only if the workspace is large enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def _round_down(value: int, step: int) -> int:
 
 
 def _half_vocab(vocab: int) -> int:
-    """Return the largest width of a block, half the vocabulary, so that no buffer is N x V."""
+    """Return the most classes that a block may have: half of the vocabulary (V classes).
+
+    So no buffer is N x V for N rows (tokens).
+    """
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
@@ -58,7 +61,7 @@ def reference_bytes_per_logit(
     with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
     with_entropy: bool = False,  # both passes then keep a second block
 ) -> int:
-    """Return the bytes that the implementation `reference` needs per element of a block."""
+    """Return the bytes that the implementation `reference` needs per logit of a block."""
     wide = max(itemsize, 4)
     if not with_gradient:
         return wide * (1 + with_entropy)
@@ -68,9 +71,10 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the number of columns of a block of classes within the workspace.
+    """Choose for how many classes `reference` computes logits at a time.
 
-    With a workspace of 0, the function chooses the memory limit itself."""
+    For these classes and all rows, buffers with `bytes_per_logit` bytes per logit should fit in
+    `workspace` bytes. With a workspace of 0, the function chooses the memory limit itself."""
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
@@ -113,7 +117,7 @@ _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
 class Widths(NamedTuple):
-    """How many columns of products (`strip`) and gradients (`block`) exist at one time."""
+    """How many classes' fp32 logits (`strip`) and logit gradients (`block`) exist at one time."""
 
     strip: int
     block: int
@@ -123,11 +127,11 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose how many columns of logits a strip and a block have, so that both fit in the
-    workspace.
+    """Choose the widths of two buffers, a strip and a block, so that both fit in the workspace.
 
-    A strip contains fp32 products, and a block their gradients. With a workspace of 0, the function
-    chooses the memory limit itself.
+    For a range of classes, a strip contains fp32 products of hidden states and weight. A block
+    contains the gradients of such products. A width is a number of classes. With a workspace of 0,
+    the function chooses the memory limit itself.
 
     - 16-bit inputs need two buffers. The strip (4 bytes per element) gets half of the workspace.
       The block has the input dtype (2 bytes per element).
@@ -150,7 +154,11 @@ def library_widths(
 
 
 def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
-    """Return the width in (limit / 2, limit] for which `_block_seconds` predicts the least time."""
+    """Return the width of a block of classes for which `_block_seconds` predicts the least time.
+
+    `limit` is the widest block that is allowed. The function compares widths above limit / 2. A
+    `limit` below 256 is only rounded down.
+    """
     if limit < 256:
         return _round_down(limit, MIN_WIDTH)
     step = 128 * -(-limit // (128 * 64))  # at most 64 candidates
@@ -162,12 +170,13 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 
 
 def _block_seconds(width: int, depth: int, processors: int) -> float:
-    """Estimate the time, in seconds per row, of the steps of a block that depend on its width.
+    """Estimate a part of the backward pass's time for a block of classes, in seconds per row.
 
-    One step is the product for the weight's gradient, in tiles of 128 x 256. The other step reads
-    and writes the hidden states' gradient, to which the block's contribution is added. The function
-    does not count the products for the logits and for this contribution. Their time per column does
-    not depend on the width.
+    The estimate covers the two steps whose time per class depends on the block's width. One step is
+    the product for the weight's gradient, in tiles of 128 x 256. The other step reads and writes
+    the hidden states' gradient, to which the block's contribution is added. The function does not
+    count the products for the logits and for this contribution. Their time per class does not
+    depend on the width.
     """
     tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
@@ -189,10 +198,11 @@ def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> symp
 
 
 def library_block(width: int) -> int:
-    """Return how many columns, at most 2048, a program of the `library` kernels processes at once.
+    """Return how many columns of logits, at most 2048, a program processes at once.
 
-    The result is at least 128. `width` is the number of columns of a strip (a range of classes). If
-    `width` is less than the result, the kernels mask the columns after the end of the strip.
+    The programs are those of the Triton kernels of the implementation `library`. The result is at
+    least 128. `width` is the number of columns of a strip (a range of classes). If `width` is less
+    than the result, the kernels mask the columns after the end of the strip.
     """
     return min(LIBRARY_MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))
 
@@ -330,16 +340,17 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 
 
 class Room(NamedTuple):
-    """The memory that a backward pass with the minimal workspace uses.
+    """The rows of the weight's gradient that a backward pass uses as temporary memory.
 
-    This memory is the rows of the weight's gradient for class `first_column` and later classes.
+    These rows belong to the class `first_column` and later classes. Only a pass with the minimal
+    workspace, at most `MINIMAL_BYTES`, uses this memory.
 
-    Example: take 8 rows (tokens) and 4 features. A column of the logits' gradient G then takes
-    twice the bytes of a row of the weight's gradient. For each class, a block needs memory for one
-    column of G and one row of the weight's gradient. This column and this row together take as many
-    bytes as three rows of the weight's gradient. So the memory of n rows of the weight's gradient
-    suffices for a block of at most n / 3 classes. Here, n is the number of classes whose rows are
-    not yet computed.
+    The pass computes one block of classes at a time. Example: take 8 rows (tokens) and 4 features.
+    A column of the logits' gradient G then takes twice the bytes of a row of the weight's gradient.
+    For each of its classes, a block needs memory for one column of G and one row of the weight's
+    gradient. This column and this row together take as many bytes as three rows of the weight's
+    gradient. So the memory of n rows of the weight's gradient suffices for a block of at most n / 3
+    classes. Here, n is the number of classes whose rows are not yet computed.
     """
 
     first_column: int
@@ -351,10 +362,10 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many rows of the weight's gradient one block can compute, from `first` on.
+        """Return how many rows of the weight's gradient one block of classes can have.
 
-        The logits' gradient G of these rows' classes is stored after the rows, at the end of the
-        weight gradient's memory. Return 0 if no row fits.
+        The first of these rows is `first`. The block's columns of the logits' gradient G are stored
+        after these rows, at the end of the weight gradient's memory. Return 0 if no row fits.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
@@ -363,7 +374,7 @@ class Room(NamedTuple):
 def room_inside(
     rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
 ) -> Room | None:
-    """Return the plan of a backward pass whose only temporary memory is the weight's gradient, or
+    """Return the plan of a backward pass whose large buffers use the weight gradient's memory, or
     None if that memory is too small."""
     step = shapes.columns
     sums = 2 * rows if needs_hidden else 0  # columns whose memory holds the hidden gradient's sums
@@ -426,7 +437,7 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
     The buffers contain:
 
     - X (the logits' gradient up to a factor per row);
-    - statistics of X's tiles, counted for the narrowest tiles;
+    - two fp32 statistics per row of each tile of X, counted for the narrowest tiles;
     - a copy of the block's hidden states, in which each row is multiplied by the factor that turns
       the same row of X into the logits' gradient;
     - partial sums of the hidden states' gradient (dE);

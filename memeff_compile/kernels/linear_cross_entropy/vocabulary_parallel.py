@@ -76,7 +76,11 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}  # as many 
 
 
 class Part(NamedTuple):
-    """The arguments with which one rank computes its statistics, for a loss per row."""
+    """The arguments with which one rank computes the statistics of its classes.
+
+    The statistics are numbers per row, such as the log-sum-exp. Only calls that return a loss per
+    row use this class.
+    """
 
     whole: Operands  # of the rank's rows of the weight; targets are classes of the whole head
     settings: Settings  # of the whole head
@@ -95,7 +99,7 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank, and two masks.
+        """Return targets as column indices of this rank's logits, and two masks of rows.
 
         The masks mark the rows whose target this rank has, and the rows whose target another rank
         has.
@@ -104,10 +108,10 @@ class Part(NamedTuple):
 
     @property
     def own_settings(self) -> Settings:
-        """Return the settings for the loss over this rank's columns.
+        """Return the settings for the loss over this rank's classes.
 
-        The filter `mass` limits the probability mass that may be dropped from a row. Each rank gets
-        a share of this limit.
+        The gradient filter `mass` drops unlikely classes from the gradient of a row's logits, and
+        limits their probability mass. Each rank gets an equal share of this limit.
         """
         settings = self.settings
         ignored = None if settings.ignore_index is None else NO_COLUMN
@@ -129,8 +133,12 @@ class Part(NamedTuple):
 
 
 def statistics(part: Part, counts: Tensor | None) -> Tensor:
-    """Return the statistics of this rank's columns for merging: a tensor of shape (k, ...) with k
-    numbers per row."""
+    """Return the statistics of this rank's classes, (k, ...) with k numbers per row.
+
+    The numbers are the log-sum-exp, the loss, and the optional statistics that the call requests.
+    If another rank has a row's target, the row's loss is 0 here. `merge` merges the ranks'
+    statistics.
+    """
     if counts is not None:
         check_counts(counts, part.whole.target.numel())
     ignore_index = part.settings.ignore_index
@@ -147,7 +155,7 @@ def statistics(part: Part, counts: Tensor | None) -> Tensor:
 
 
 def _logits_of(part: Part, column: Tensor) -> Tensor:
-    """Return the logit of one column for each row.
+    """Return, for each row, the logit of the class whose index `column` contains for the row.
 
     A logit is a sum of products, over the features of a hidden state and a weight row. The order of
     this sum does not depend on the rank, so equal weight rows on two ranks give equal logits.

@@ -49,7 +49,8 @@ _FILTERED = ".._gradient_filter.filtered"
 
 
 class Call(NamedTuple):
-    """The properties of a call that decide which implementation computes it."""
+    """The properties of a linear + cross entropy call that decide which implementation computes
+    it."""
 
     device: torch.device  # of the hidden states
     dtype: torch.dtype  # likewise
@@ -60,7 +61,7 @@ class Call(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An implementation: a module that computes calls, and the conditions for using it."""
+    """An implementation of linear + cross entropy: a module, and the conditions for using it."""
 
     name: str  # of its module
     how: str
@@ -143,8 +144,8 @@ def engine_for(
 ) -> str:
     """Return the name of the implementation for a call, which is a key of `ENGINES`.
 
-    Device, dtype and hidden size are those of the hidden states. The other arguments are fields of
-    `Call`.
+    `device`, `dtype` and `depth`, the hidden size, are those of the hidden states. The other
+    arguments are fields of `Call`.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
     return next(name for name, engine in ENGINES.items() if engine.serves(call))
@@ -197,8 +198,9 @@ def makes_gradients_in_forward(
 
     Three settings need a second loop that computes the logits again:
 
-    - the gradient filter `published`;
-    - a filter that applies to only one gradient;
+    - the gradient filter `published`, which drops small gradients as in the Cut Cross-Entropy
+      paper;
+    - a gradient filter only for the hidden states or only for the weight;
     - a `workspace` so small that only the mode with the least temporary memory can use it. This
       setting needs a second loop only if no gradient filter drops classes.
 
@@ -252,8 +254,9 @@ def makes_gradients_in_forward_over_ranks(
     """Return whether one loop over the rows computes a scalar loss and its gradients, if the output
     projection is split over ranks.
 
-    All ranks get the same result, whatever their GPUs. The result is false with a gradient filter.
-    A filter chooses tiles by the softmax over all classes, which a single loop knows too late.
+    All ranks get the same result, whatever their GPUs. The result is false with a gradient filter,
+    which drops small gradients of the logits. A filter chooses these gradients by the softmax over
+    all classes, which a single loop knows too late.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -263,7 +266,7 @@ def makes_gradients_in_forward_over_ranks(
 
 
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
-    """Compute the results of every row with the given implementation."""
+    """Compute each row's loss, log-sum-exp and requested statistics with an implementation."""
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
         for block in walk.blocks():
@@ -280,7 +283,7 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` requests, with the given implementation."""
+    """Compute the operands' gradients that `output_mask` requests, with an implementation."""
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -307,10 +310,10 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
-    """Return an object with an implementation's loops.
+    """Return an object with an implementation's loops over blocks of rows or of classes.
 
-    The object is usually the implementation's module. If the call has a gradient filter that drops
-    tiles, the object has loops that apply this filter."""
+    The object is usually the implementation's module. If a gradient filter drops small gradients of
+    the call's logits, the object has loops that apply this filter."""
     hidden, weight = given.hidden, given.weight
     is_served = hidden.dtype in engine.filters and given.low is None and is_read_in_tiles(weight)
     if is_served and leaves_out(settings.gradient_filter, hidden.shape[-1]):
@@ -319,7 +322,8 @@ def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
 
 
 def row_results(given: Operands, settings: Settings) -> RowResults:
-    """Compute the results of every row, for operands with any leading dimensions."""
+    """Compute each row's loss, log-sum-exp and requested statistics, for operands with any leading
+    dimensions."""
     target = given.target
     if target.numel() == 0:
         return RowResults.new(given.hidden, target.shape, settings)

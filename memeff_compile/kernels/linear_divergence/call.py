@@ -48,10 +48,12 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return coefficients of the same divergence, without the mixture m if m equals p or q.
+        """Return the coefficients of the same divergence, without the mixture m if m is p or q.
 
-        If m equals p, the factors of sums with log m are added to those of sums with log p. If m
-        equals q, these factors are added to those of sums with log q.
+        The student's softmax is p, and the teacher's is q. Coefficients are factors of sums over
+        the classes, such as the sum of q log m. If m equals p, the factors of sums with log m are
+        added to those of sums with log p. If m equals q, these factors are added to those of sums
+        with log q.
         """
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
@@ -77,7 +79,7 @@ class Request(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows in the call."""
+        """Return the number of rows (tokens) of the hidden states."""
         return self.hidden.shape[0]
 
     @property
@@ -105,7 +107,7 @@ class ClassRequest(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows in the call."""
+        """Return the number of rows (tokens) of the hidden states."""
         return self.hidden.shape[0]
 
     @property
@@ -194,8 +196,10 @@ class Shapes(NamedTuple):
 
 
 def shapes_for(device: torch.device) -> Shapes:
-    """Return the settings chosen by measurements on compute capability 9.0, or small tiles without
-    a GPU."""
+    """Return the launch settings of a matrix product's kernel for a device.
+
+    On a GPU, the settings are those chosen by measurements on compute capability 9.0. Without a
+    GPU, the tiles are small."""
     if device.type != "cuda":
         return Shapes(32, 16, 4, 1, False, 2, is_interpreted=True)
     return Shapes(128, 64, 8, 3, True, processors(device))

@@ -1,16 +1,16 @@
 """The implementation `kept_logits` of divergences: matrix products whose logits are stored in 16
 bits, and Triton kernels that read these logits.
 
-For a block of rows, the logits of student and teacher form tiles of 256 columns (128 with a bias).
-A logit is stored in fp16, as its difference from the tile's maximum. The tile's maximum and sum of
-exponentials are stored in fp32. So a stored logit has an error of at most 2^-12 times its distance
-from the maximum, which is negligible for likely classes. For comparison, a logit that a model
-computes in bf16 has an error of up to 2^-9 times its size. On compute capability 9.0, the kernel of
-the matrix product stores the logits itself, so fp32 products never leave the multiprocessor. On
-other GPUs, cuBLAS writes fp32 products for a range of classes at a time. A Triton kernel then reads
-these products from the L2 cache. The next kernel reads a row's logits of student and teacher, and
-computes the row's sums in fp32. Then the kernel overwrites the student's logits with their
-gradient. For 32-bit inputs, logits have 32 bits.
+For a block of rows, each row's logits of student and teacher form tiles of 256 classes (128 with a
+bias). A logit is stored in fp16, as its difference from the maximum of its row's tile. The tile's
+maximum and sum of exponentials are stored in fp32. So a stored logit has an error of at most 2^-12
+times its distance from the maximum, which is negligible for likely classes. For comparison, a logit
+that a model computes in bf16 has an error of up to 2^-9 times its size. On compute capability 9.0,
+the kernel of the matrix product stores the logits itself, so fp32 products never leave the
+multiprocessor. On other GPUs, cuBLAS writes fp32 products for a range of classes at a time. A
+Triton kernel then reads these products from the L2 cache. The next kernel reads a row's logits of
+student and teacher, and computes the row's sums in fp32. Then the kernel overwrites the student's
+logits with their gradient. For 32-bit inputs, logits have 32 bits.
 
 The memory of the teacher's logits is free again as soon as the gradient is computed. The gradients
 of several blocks are stored next to each other (see `call.Slots`), so that one product adds their
@@ -143,12 +143,14 @@ class _Walk(ABC):
 
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
-        """Compute the logits of some rows, the rows' divergences, and the gradient of the logits,
-        which is stored in a slot (one block's buffer).
+        """Compute the logits and the results of the rows `here`, which are one block of rows.
+
+        The student's logits are stored in the buffer number `slot`. If gradients are requested, the
+        gradient of the student's logits overwrites the logits there.
         """
 
     def student(self, slot: int, here: slice) -> Tensor:
-        """Store the student's logits of some rows in a slot (the buffer of a block), and return the
+        """Store the student's logits of the rows `here` in the buffer number `slot`, and return the
         stored logits.
         """
         height, given = self.slots.rows, self.given
@@ -165,8 +167,9 @@ class _Walk(ABC):
         bias: Tensor | None,
         scale: float,
     ) -> None:
-        """Store the logits of some rows: computed with an output projection's weight, or passed by
-        the caller."""
+        """Store logits in `out`.
+
+        With a weight, `rows` are hidden states, otherwise logits that the caller passed."""
         vocab, plane = self.given.vocab, self.sums.stride(1)
         if weight is not None and self._is_tiled(rows, weight):
             self._keep_tiles(side, out, rows, weight, bias, scale)
@@ -232,8 +235,8 @@ class _Walk(ABC):
         return are_read and (not rows.is_cuda or gpu(rows.device).is_hopper)
 
     def products(self, first: int, stop: int) -> None:
-        """Multiply the logits' gradients of some blocks of rows by the weight, and by the hidden
-        states."""
+        """Multiply the logits' gradients of the rows from `first` to `stop` by the weight, and by
+        the hidden states."""
         gradient, given = self.gradient[: stop - first], self.given
         if self.grad_hidden is not None:
             torch.mm(gradient, given.weight, out=self.grad_hidden[first:stop])

@@ -39,8 +39,10 @@ def _linear_divergence_kept_logits_product_kernel(
     scale,
     C: tl.constexpr,
 ):
-    """Compute tiles of products and store their logits; the fp32 products never leave the
-    multiprocessor."""
+    """Compute tiles of logits, and store them in fp16, relative to each row's maximum in a tile.
+
+    Logits are products of hidden states and weight, plus a bias, times `scale`. The fp32 products
+    never leave the multiprocessor."""
     row_blocks = tl.cdiv(rows, C.BM)
     tiles = tl.cdiv(vocab, C.TILE)
     for tile in tl.range(
@@ -267,8 +269,10 @@ def _linear_divergence_kept_logits_pick_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write the log-probabilities of some classes of a row, or nan for a class that does not
-    exist."""
+    """Write a row's log-probabilities at the classes in `index_ptr`, or nan for a class that does
+    not exist.
+
+    If NORMALISED is false, write logits instead."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     offs = tl.arange(0, WIDTH)
@@ -303,8 +307,8 @@ def _linear_divergence_kept_logits_spread_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the part of a row's gradient that comes from the row's log-sum-exp, or zeros if the
-    call requests logits instead of log-probabilities."""
+    """Write the part of the gradient of a row's logits that comes from the row's log-sum-exp, or
+    zeros if the call requests logits instead of log-probabilities."""
     row = tl.program_id(0).to(tl.int64)
     sums_ptr += row * tiles
     kept_ptr += row * stride_row
@@ -346,10 +350,10 @@ def _linear_divergence_kept_logits_place_kernel(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write a row's gradient at its listed classes.
+    """Write the gradient of a row's logits at the classes that `index_ptr` lists for the row.
 
-    A row may list a class more than once. The gradient of this class then contains the sum of the
-    incoming gradients of all its entries in the list."""
+    The list may contain a class more than once. The gradient of this class then contains the sum of
+    the incoming gradients of all its entries in the list."""
     row = tl.program_id(0).to(tl.int64)
     index_ptr += row * count
     factor_ptr += row * count

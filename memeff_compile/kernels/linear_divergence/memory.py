@@ -65,9 +65,10 @@ def temporary_bytes(
     training: bool = True,
     depth: int = 0,  # of a weight whose gradient is computed, and may lend its memory; 0 for none
 ) -> sympy.Expr:
-    """Return the bytes of the buffers for the blocks of rows that are in memory at one time.
+    """Return the bytes of a divergence call's buffers, mainly for logits and their gradients.
 
-    If the number of rows is symbolic, return an upper bound."""
+    `workspace` limits for how many rows (tokens) logits are in memory at one time. If the number of
+    rows is symbolic, return an upper bound."""
     itemsize = dtype.itemsize
     if engine == "reference":
         height = reference_rows(rows, vocab, workspace, itemsize)
@@ -98,13 +99,17 @@ def _slot_bytes(
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:
-    """Return the op's bytes, given the result of `temporary_bytes`."""
+    """Return the bytes that a divergence needs with the op: `held` plus BYTES_PER_ROW per row.
+
+    `held` is the result of `temporary_bytes`."""
     return sympy.sympify(held) + BYTES_PER_ROW * sympy.sympify(rows)
 
 
 def cost_of_few_rows(rows: int) -> str:
-    """Return a remark for memeff_compile's report of rewrites if the call has so few rows that the
-    op is slower than Inductor.
+    """Return a remark for memeff_compile's report of rewrites, or "" for more than FEW_ROWS rows.
+
+    If a divergence loss had at most FEW_ROWS rows (tokens), the fused op was slower than Inductor's
+    code on an H200.
 
     The probable cause is a kernel that Inductor's code does not need. The kernel multiplies the
     weight's gradient by a single number: the gradient that autograd passes in for the loss. At 2048

@@ -74,8 +74,8 @@ class _Gradients:
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:
-        """Add the contribution of some rows to the operands' gradients, given the gradient of these
-        rows' logits.
+        """Add the contribution of the rows `here` to the operands' gradients, given the gradient of
+        these rows' logits.
         """
         gradient, dtype = gradient * self.given.scale, self.given.wide
         if self.hidden is not None:
@@ -96,7 +96,9 @@ class _Gradients:
 def _logits(
     rows: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the logits of some rows, with the scale applied."""
+    """Return scaled logits.
+
+    `rows` contains hidden states, or, without a weight, logits."""
     logits = rows.to(dtype)
     if weight is not None:
         logits = logits @ weight.to(dtype).t()

@@ -41,10 +41,10 @@ _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakV
 
 
 def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
-    """Return the counter of an attention call if it exists, or a new counter that starts at the
-    first level.
+    """Return the counter of an attention call if it exists, or a new counter that starts at 0.
 
-    `site` distinguishes the attention calls of one owner, such as a model. An attention call has a
+    The counter is the index of the precision level in `levels` that the call uses next. `site`
+    distinguishes the attention calls of one owner, such as a model. An attention call has a
     separate counter for each list of levels. The counter is deleted when its owner is freed, so a
     new owner starts at the first level.
     """
@@ -58,13 +58,14 @@ def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> 
 
 
 def restart() -> None:
-    """Reset the counters of all attention calls to the first precision level of their lists."""
+    """Let all attention calls start again at the first of the precision levels that they use in
+    turn."""
     for counter in list(_counters.values()):
         counter.zero_()
 
 
 def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
-    """Return the precision level for the current call, and increment the counter of calls."""
+    """Return the precision level with which attention runs now, and increment `counter`."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return max(levels, key=PRECISION.index)
     with _one_at_a_time:
@@ -74,7 +75,10 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
 
 
 class _Call(NamedTuple):
-    """The arguments of the op; all arguments after `key_ids` are passed by keyword."""
+    """The arguments of the op `quantized_attention_by_call`.
+
+    All arguments after `key_ids` are passed by keyword.
+    """
 
     q: Tensor
     k: Tensor

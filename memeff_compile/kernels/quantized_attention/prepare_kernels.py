@@ -358,11 +358,12 @@ def _quantized_attention_prepare_settle_kernel(
 
 @triton.jit
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
-    """Change `x` by whole quantisation steps in two channels so that the rounding error of `x` is
-    almost orthogonal to `direction`.
+    """Change keys `x` so that their rounding errors are almost orthogonal to `direction`.
 
-    Steps in the first channel remove most of the error along `direction`. Steps in the second
-    channel remove most of the remaining error.
+    `direction` is the common direction of the queries, transformed like the queries. The masks
+    `first` and `second` select one channel each. Whole quantisation steps in the first channel
+    remove most of the error along `direction`. Steps in the second channel remove most of the
+    remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size

@@ -164,8 +164,9 @@ def _rounded(x: Tensor, settings: Settings) -> Tensor:
 def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return the sum and the mean of the sampled queries, (B, G, D) each.
 
-    Both results are zero if the mean has only a small share of the queries' energy (sum of
-    squares).
+    Queries are sampled in blocks at equal distances. Each of the G key-value heads has a sum and a
+    mean over its query heads. Both results are zero if the mean has only a small share of the
+    queries' energy (sum of squares).
     """
     seen = _sampled(q, groups)
     found, count = seen.sum(2), seen.shape[2]
@@ -234,12 +235,12 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
-    """Return codes changed in two channels so that their error is nearly orthogonal to `direction`.
+    """Return the keys' codes, changed so that their error is nearly orthogonal to `direction`.
 
-    If queries have a large common mean, the rounding error of a key affects all queries in the same
-    way. The function removes most of this error by integer changes in two channels. The first is
-    the channel where `direction` is largest, the second a channel where `direction` is about a
-    third as large.
+    `direction` is the sum of the sampled queries, transformed like the queries. If queries have a
+    large common mean, the rounding error of a key affects all queries in the same way. The function
+    removes most of this error by integer changes in two channels. The first is the channel where
+    `direction` is largest, the second a channel where `direction` is about a third as large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -405,10 +406,11 @@ def _attend_block(
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
     """Return the mean rounding error of the values in the key blocks that each query needs.
 
-    The result has the shape (B, G, rows, D).
+    The queries are those from `first` to `stop`. The result has the shape (B, G, queries, D), for G
+    key-value heads and the head dimension D.
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
-    the result.
+    attention's output.
     """
     assert made.rest is not None
     queries, keys = made.q.shape[2], made.k.shape[2]
@@ -425,7 +427,10 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
 
 
 def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: int) -> Tensor:
-    """Return the scores of some queries and keys, (B, H, rows, keys), as exponents of 2."""
+    """Return scores of the queries `first:stop` and the keys `start:end`, (B, H, queries, keys).
+
+    A softmax weight is 2 to the power of a score, up to a factor per query.
+    """
     q = made.q[:, :, first:stop]
     batch, heads, rows, depth = q.shape
     q = q.reshape(batch, heads // repeat, repeat * rows, depth)

@@ -1,4 +1,4 @@
-"""The settings of the op's arithmetic, and the groups of rows that share a scale."""
+"""The settings of quantised attention, and the groups of queries or keys that share a scale."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ SMOOTHABLE = "qkv"
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the arithmetic in one call of the op: bits, scales and transforms."""
+    """The settings of the arithmetic in one call of quantised attention: bits, scales and
+    transforms."""
 
     limit: int = 127  # the largest code of queries and keys, 127, 15 (odd numbers only) or 7
     values: str = "e4m3"  # number format of weights and values, a key of `VALUES`
@@ -148,14 +149,16 @@ class Settings:
         """Return whether the int32 sums of the matrix product q k^T start from the scores of the
         queries' means, not from zero.
 
-        The result is false for 8-bit codes, because the scores of the means, counted in
-        quantisation steps, may be too large for int32.
+        If the field `smooth` contains q, the mean of each block of queries is subtracted before
+        rounding. The mean's scores (its products with the keys) must then be added to the scores of
+        the block's queries. The result is false for 8-bit codes, because the scores of the means,
+        counted in quantisation steps, may be too large for int32.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 
     @property
     def restores(self) -> bool:
-        """Return whether the mean rounding error of the values is added to the result."""
+        """Return whether the values' mean rounding error is added to attention's output."""
         return self.granularity == "row" and "v" in self.smooth and self.values == "e4m3"
 
 

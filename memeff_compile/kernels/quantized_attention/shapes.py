@@ -83,13 +83,16 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 def channels_together(wide: int) -> int:
     """Return how many channels a kernel sums in each iteration of its loop over channels.
 
-    The kernel multiplies keys by the queries' means.
+    The kernel multiplies keys by the queries' means. `wide` is the padded head dimension.
     """
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
 
 def write_warps(wide: int) -> int:
-    """Return the number of warps of a program that writes codes."""
+    """Return the number of warps of a program that rounds keys or values to codes.
+
+    `wide` is the padded head dimension.
+    """
     return WRITE_WARPS * (wide // 128 or 1)
 
 
@@ -104,7 +107,8 @@ def shape_for(
     """Return the tile shape of the attention kernel for a head dimension and GPU.
 
     With `has_tables`, the kernel also loads numbers per key other than k and v: a mask, sequence
-    ids, scales, or the scores of the queries' means. The kernel adds these scores after the product
+    ids, scales, or the scores of the queries' means. These scores are products of the keys with a
+    mean that is subtracted from a block of queries. The kernel adds these scores after the product
     of queries and keys. With `has_starts`, the sums of this product start from the scores of the
     queries' means instead. Only Hopper GPUs have enough shared memory for these scores in addition
     to the tiles. With `has_f16`, softmax weights and values are fp16.

@@ -1,8 +1,8 @@
 """Low-bit attention under a mask tensor, for comparisons of accuracy, not for speed.
 
-The op itself takes masking conditions, which a pass reads from the graph. Calibration stores
-attention calls and compares precision levels on them. Instead of the masking conditions, a stored
-call can have a mask tensor or the flag `is_causal`.
+The op `quantized_attention` itself takes masking conditions, which a pass reads from the graph.
+Calibration stores attention calls and compares precision levels on them. Instead of the masking
+conditions, a stored call can have a mask tensor or the flag `is_causal`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def attend_under_mask(
     scale: float | None = None,  # of the scores
     level: str = "8b",  # a level of the op
 ) -> Tensor | None:
-    """Return attention at a precision level, or None if the mask is not supported, for example
-    because it is a bias.
+    """Return low-bit attention, or None if the call is not supported, for example because its mask
+    is a bias.
+
+    `level` names the number formats, such as "8b" for int8 scores.
     """
     if supports(q, k, v, level=level) is not None:
         return None

@@ -202,9 +202,10 @@ def product(
     is_chained: bool = False,
     leading: Sequence[int] | None = None,  # dimensions of the result instead of M
 ) -> Tensor:
-    """Return (M, N) or (*leading, N): the integer products, scaled in float32, plus the bias.
+    """Return the integer products of M tokens and N weight rows, scaled in float32, plus the bias.
 
-    The result is not a view, so a later in-place op is safe.
+    The result is (M, N), or (*leading, N) if `leading`, whose product is M, is given. The result is
+    not a view, so a later in-place op is safe.
     """
     by_token = scale if is_step else 1.0 / scale
     by_weight = weight_scale.reshape(()).float()

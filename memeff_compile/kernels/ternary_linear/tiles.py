@@ -216,9 +216,10 @@ def vectors(
     """Multiply up to four tokens by up to three matrices, and quantise the tokens in the same
     kernel.
 
-    Each result is (M, N), or (*leading, N). If `coded` is given, `x` contains tokens that are
-    already quantised. With `is_early`, the kernel may start, and read weights, while the previous
-    kernel in the stream still runs.
+    Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is M, is given.
+    If `coded` (quantised tokens) is given, the kernel multiplies these tokens and reads no value of
+    `x`. With `is_early`, the kernel may start, and read weights, while the previous kernel in the
+    stream still runs.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each
@@ -314,8 +315,8 @@ def products(
     Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is M, is given.
 
     One launch multiplies up to three matrices, but only one matrix if it also adds a residual. With
-    `is_chained`, the previous kernel in the stream must be launched by `quantize` with
-    `is_chained`.
+    `is_chained`, the kernel may start before the previous kernel in the stream has ended. That
+    previous kernel must be launched by `quantize` with `is_chained`.
     """
     kinds = {t.dtype for t in weight_scale}, {None if t is None else t.dtype for t in bias}
     if any(len(kind) > 1 for kind in kinds):  # a launch supports one dtype of each

@@ -318,7 +318,8 @@ def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr)
     """Multiply one 2-bit field of each weight byte by the codes in `plane`, and add the products to
     `acc`.
 
-    `plane` contains those of a token's codes that belong to this field.
+    `plane` contains a token's quantised activations for the columns whose weights are in this
+    field.
     """
     code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
     return _dot4(code, x, acc, BYTEWISE)
@@ -471,7 +472,10 @@ def _kept(packed, ASM: tl.constexpr):
 
 @triton.jit
 def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
-    """Return the codes of one 2-bit field, 0 to 2, as int8, for four bytes at once."""
+    """Return the weight codes (0, 1 or 2) in one 2-bit field of each byte, as int8.
+
+    On a GPU, the function processes four bytes at once.
+    """
     if BYTEWISE:
         return ((packed >> (2 * FIELD)) & 3).to(tl.int8)
     return _kept(packed, _keep_field(FIELD))
