@@ -49,7 +49,7 @@ DType: TypeAlias = "torch.dtype | None"
 
 
 class _Asked(NamedTuple):
-    """A loss function's request for numbers per row (token) of the logits, such as log-sum-exp."""
+    """A loss function's request for numbers per row (token) of logits, such as the log-sum-exp."""
 
     target: Tensor | None = None
     ignore_index: int | None = None
@@ -226,7 +226,7 @@ class _LogSoftmax(_Function):
 
 
 class _Exp(_Function):
-    """The autograd function from log-probabilities to probabilities, computed when first read."""
+    """The autograd function from log-probabilities to probabilities, both computed when read."""
 
     @staticmethod
     def forward(ctx: Any, logs: View) -> View:
@@ -345,10 +345,8 @@ class _Kept(NamedTuple):
         """Return the data that an autograd function's backward pass needs for the tensor `view`.
 
         `self` is the same data for another tensor with the same hidden states and output
-        projection.
-
-        Both tensors use the same saved tensors, and autograd frees these tensors after the
-        first backward pass.
+        projection. The two tensors share the saved tensors, which autograd frees after the first
+        backward pass.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
@@ -410,10 +408,10 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return the log-probabilities or probabilities that the forward pass computed.
+    """Return the log-probabilities or probabilities that the forward pass returned.
 
-    A second derivative needs these values. Return None if the result of the forward pass no longer
-    exists or has changed.
+    A second derivative needs these values. Return None if the tensor no longer exists or has
+    changed.
     """
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
@@ -434,8 +432,8 @@ class Declined(Exception):
 
     A handler replaces a PyTorch function, such as `F.cross_entropy`, for deferred logits (logits
     that are computed when first read). The exception contains the reason, which the report of the
-    compilation shows. The reason is ""
-    if there is nothing to report."""
+    compilation shows. The reason is "" if there is nothing to report.
+    """
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
@@ -628,7 +626,7 @@ def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Ten
 def _class_last(input: Any, target: Any) -> View:
     """Return the logits `input` of a loss with the class dimension last.
 
-    PyTorch's losses expect the class dimension in the second position.
+    If the logits have more than two dimensions, PyTorch's losses expect the classes in the second.
     """
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
@@ -743,8 +741,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
     """Return p log p, computed when first read, for log-probabilities and the probabilities p that
     were computed from them.
 
-    For other factors, and if
-    `out` is passed, return NotImplemented.
+    For other factors, and if `out` is passed, return NotImplemented.
     """
     for probs, logs in ((input, other), (other, input)):
         if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:

@@ -357,10 +357,10 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Return the RowGradient `grad` multiplied by `factor`, or divided by it if `invert` is true.
+    """Return the RowGradient `grad` times `factor`, or divided by `factor` if `invert` is true.
 
-    Autograd passes a number as a CPU tensor with one element. For other factors, and if `grad` is
-    no RowGradient, return None.
+    `factor` is a number; autograd passes a number as a CPU tensor with one element. Return None for
+    other factors, for a division by 0, and if `grad` is no RowGradient.
     """
     if not isinstance(grad, RowGradient):
         return None
@@ -420,7 +420,7 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Concatenate or stack gradients to one `RowGradient`; return None if one is no `RowGradient`.
+    """Concatenate or stack gradients into a `RowGradient`; return None if one is no `RowGradient`.
 
     A gradient may consist of one `FusedRows`: a few numbers per row instead of one per class. If
     all gradients do, and `FusedRows.joined` can join them, the result contains one `FusedRows`.

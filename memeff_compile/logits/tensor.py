@@ -581,8 +581,7 @@ def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSourc
     """Return the `LogitsSource` of each `DeferredLogits` argument that needs a gradient.
 
     A `LogitsSource` contains the tensors from which logits are computed. For each of these sources,
-    also clear the field `read_by`. This field names the op that last read the
-    source's logits.
+    also clear the field `read_by`. This field names the op that last read the source's logits.
     """
     if not torch.is_grad_enabled():
         return []
@@ -657,8 +656,8 @@ def _data(func: Any, view: DeferredLogits) -> Tensor:
     """Return `.data` of deferred logits.
 
     The result is deferred too (computed when first read) if the logits contain all classes of each
-    row. Code may assign deferred logits to the `.data` of another tensor. The
-    other tensor then uses the memory of the deferred logits.
+    row. Code may assign deferred logits to the `.data` of another tensor. The other tensor then
+    uses the memory of the deferred logits.
 
     As in eager PyTorch, `.data` is not a view for autograd. Code may change `logits.data` in place,
     with a value that requires a gradient. Then `logits.data` requires a gradient, and `logits` does
@@ -686,10 +685,9 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Copy logits by `func`; compute the values now, not on first read, if they need no gradient.
 
-    A copy that requires no gradient, such as
-    `logits.detach().cpu()`, is usually read later, when the output projection may have changed. A
-    copy that requires a gradient may be used in a loss that needs no logits, so its values are not
-    computed yet.
+    A copy that requires no gradient, such as `logits.detach().cpu()`, is usually read later, when
+    the output projection may have changed. A copy that requires a gradient may be used in a loss
+    that needs no logits, so its values are not computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -72,8 +72,8 @@ class Calibration(VerbReport, dict[str, Any]):
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
     - `share` and `by` replace `min_score` if you passed `share`. `share` is the share of all calls
-      that have the second of two levels. `by` is the measure that chose these calls: "output" or
-      "attention";
+      that have the second of two levels. `by` names the measure that chose these calls: the change
+      of the model's output ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
       that compares the two levels from which `calibrate_attention` chose. If only this call runs at
       a level, the model's output differs from an exact run. The number is this change at the first
