@@ -359,8 +359,8 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
     """Return the RowGradient `grad` times `factor`, or divided by `factor` if `invert` is true.
 
-    `factor` is a number; autograd passes a number as a CPU tensor with one element. Return None for
-    other factors, for a division by 0, and if `grad` is no RowGradient.
+    Autograd may pass the number `factor` as a CPU tensor with one element. Return None for other
+    factors, for a division by 0, and if `grad` is no RowGradient.
     """
     if not isinstance(grad, RowGradient):
         return None

@@ -683,11 +683,12 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Copy logits by `func`; compute the values now, not on first read, if they need no gradient.
+    """Copy logits by `func`, and compute the values now if the logits require no gradient.
 
-    A copy that requires no gradient, such as `logits.detach().cpu()`, is usually read later, when
-    the output projection may have changed. A copy that requires a gradient may be used in a loss
-    that needs no logits, so its values are not computed yet.
+    Other logits are computed when first read. A copy that requires no gradient, such as
+    `logits.detach().cpu()`, is usually read later, when the output projection may have changed. A
+    copy that requires a gradient may be used in a loss that needs no logits, so its values are not
+    computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -286,7 +286,7 @@ class _Run:
             return main_output(self.run(self.model, self.given))
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
-        """Score each attention call at each of `levels` (low-bit formats); add scores to `found`.
+        """Score each attention call at each of `levels` (low-bit formats), in `found`.
 
         A score is the similarity to the exact result. Return, for each scored call, the attention's
         name and the call's index among the calls of this attention.
