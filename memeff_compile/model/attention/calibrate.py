@@ -286,10 +286,10 @@ class _Run:
             return main_output(self.run(self.model, self.given))
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
-        """Score each attention call at each of `levels` (low-bit formats), in `found`.
+        """Score each attention call at each of `levels` (low-bit formats).
 
-        A score is the similarity to the exact result. Return, for each scored call, the attention's
-        name and the call's index among the calls of this attention.
+        A score is the similarity to the exact result. Add the scores to `found`. Return, for each
+        scored call, the attention's name and the call's index among the calls of this attention.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
