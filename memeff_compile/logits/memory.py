@@ -58,7 +58,7 @@ class Part(Protocol):
 
 
 class Statistics(NamedTuple):
-    """The log-sum-exp of each row (token) in one view of the logits, and optionally the sum."""
+    """The log-sum-exp, and optionally the sum, of each row's (token's) logits in one view."""
 
     place: Place
     lse: Tensor

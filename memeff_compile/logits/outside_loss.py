@@ -318,7 +318,10 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The data, in addition to saved tensors, from which a backward pass gets the logits again."""
+    """The data of deferred logits that a backward pass needs in addition to saved tensors.
+
+    Deferred logits are computed when first read.
+    """
 
     view: View | None
     memory: Memory | None  # may contain the values that the backward pass needs
@@ -330,7 +333,7 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
         """If gradients are needed, save tensors for the backward pass: `others`, and those from
-        which the values of the deferred tensor `view` are computed.
+        which `view` is computed when first read.
 
         Return the data that autograd cannot save, because it is not a tensor.
         """
@@ -478,8 +481,8 @@ def _last(view: View, dim: Any) -> bool:
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, log-sum-exp and weighted sum of each row of `view`, from the fused loss op.
 
-    `view` is deferred logits or log-probabilities. The op runs with autograd. A result that `asked`
-    does not request is None.
+    `view` contains logits or log-probabilities that are computed when first read. The op runs with
+    autograd. A result that `asked` does not request is None.
     """
     source = view.memory.source
     source.require_unchanged()
@@ -579,14 +582,14 @@ def _class_loss(
 
 
 def _makes_gradients(view: View) -> bool:
-    """Return whether a loss outside of the graph computes its gradients in its forward pass.
+    """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
-    The gradients of hidden states and weight take as much memory as these two tensors together. So
-    the forward pass computes gradients only for a loss of more than half of the rows (tokens). The
-    forward pass computes no gradients if an earlier training step computed two losses from its
-    logits. One backward pass over the logits can compute the gradients of both losses. If the first
-    loss computes gradients in its forward pass, the second loss has to compute the logits once
-    more.
+    Deferred logits are computed when first read. The gradients of hidden states and weight take as
+    much memory as these two tensors together. So the forward pass computes gradients only for a
+    loss of more than half of the rows (tokens). The forward pass computes no gradients if an
+    earlier training step computed two losses from its logits. One backward pass over the logits can
+    compute the gradients of both losses. If the first loss computes gradients in its forward pass,
+    the second loss has to compute the logits once more.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()

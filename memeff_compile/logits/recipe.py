@@ -328,7 +328,7 @@ class DeferredOutput:
     def put(self, logits: Tensor, results: list[Any]) -> None:
         """Write the logits and their views into `results`, the list of a graph's outputs.
 
-        The property `places` contains the indices of these outputs.
+        The property `places` contains the indices at which the logits and views are written.
         """
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits

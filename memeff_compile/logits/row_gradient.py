@@ -424,8 +424,8 @@ def _together(
 
     A gradient may consist of one `FusedRows`: a few numbers per row instead of one per class. If
     all gradients do, and `FusedRows.joined` can join them, the result contains one `FusedRows`.
-    Otherwise the result is stored as a sum with one term per gradient. Each term is zero outside
-    of the positions to which its step in `steps` writes the gradient.
+    Otherwise the result is stored as the sum of the gradients. In this sum, each gradient is zero
+    outside of the positions to which its step in `steps` writes the gradient.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -76,8 +76,8 @@ class Calibration(VerbReport, dict[str, Any]):
       of the model's output ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
       that compares the two levels from which `calibrate_attention` chose. If only this call runs at
-      a level, the model's output differs from an exact run. The number is this change at the first
-      of the two levels minus the change at the second. The number is a mean over inputs.
+      a level, the model's output changes, compared with an exact run. The number is the output's
+      change at the first level minus its change at the second. The number is a mean over inputs.
     """
 
     def __str__(self) -> str:
@@ -273,7 +273,10 @@ def _note(by_call: list[list[float]], place: int, number: float) -> None:
 
 
 class _Run:
-    """The runs of a model on one input: exact runs, and runs with one attention in low bits."""
+    """The runs of a model on one input: exact runs, and runs with one call at another level.
+
+    A call is one attention call. A level is a low-bit format, such as `8b`, or `exact`.
+    """
 
     def __init__(
         self, model: nn.Module, run: Callable[[nn.Module, Any], Any], given: object
@@ -369,8 +372,9 @@ class _Run:
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None, by: str | None
 ) -> Sequence[str]:
-    """Return the levels (low-bit formats) to choose from; raise an error if the arguments
-    contradict one another."""
+    """Return the levels (low-bit formats, or `exact`) to choose from.
+
+    Raise an error if the arguments contradict one another."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -402,9 +406,9 @@ def _levels(
 def restart_attention_calls() -> None:
     """Make the next call of each attention module use the first level in its list of levels.
 
-    A level is a low-bit format, such as `8b`. A calibration may have a list of levels for an
-    attention module, one per call. Successive calls use these levels in order. After the last
-    level, the next call uses the first level again. Call this function if a loop that runs the
+    A level is a low-bit format, such as `8b`, or `exact`. A calibration may have a list of levels
+    for an attention module, one per call. Successive calls use these levels in order. After the
+    last level, the next call uses the first level again. Call this function if a loop that runs the
     model, such as a sampling loop, was interrupted. You need not call this function after a loop
     that completes as many calls as the calibration had.
 
@@ -431,10 +435,10 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return, for each attention module, the levels (low-bit formats) of its calls, in order.
+    """Return, for each attention module, the levels of its calls, in order.
 
-    The calls that do most harm get the second level. They are the fraction `share` of all calls.
-    All other calls get the first level.
+    A level is a low-bit format, such as `8b`, or `exact`. The calls that do most harm get the
+    second level. They are the fraction `share` of all calls. All other calls get the first level.
     """
     low, high = levels
     worst = sorted(
