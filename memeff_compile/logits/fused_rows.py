@@ -1,15 +1,15 @@
-"""Compute numbers per row (token) of deferred logits, such as the log-sum-exp, for losses outside
-the graph.
+"""Compute numbers per row (token) of deferred logits, such as the log-sum-exp.
 
-The op `memeff::linear_cross_entropy` (the fused loss op) computes these numbers without building
-the logits.
+Deferred logits are computed from hidden states when first read. Losses outside of the compiled
+graph use the numbers. The op `memeff::linear_cross_entropy` (the fused loss op) computes the
+numbers without building the logits.
 
 `Head` is some rows of logits in factored form: hidden states, and the output projection that turns
 them into logits. For each of these rows, the fused loss op returns the log-sum-exp of the logits,
-the target's logit and the sum of the logits. The op does not build the logits. `FusedRows` is the
-gradient of such rows of logits. Like `Head`, `FusedRows` is compact: it contains a few numbers per
-row instead of one number per class. The backward pass of the deferred logits passes `FusedRows` to
-the fused loss op. The op computes the gradients of the hidden states and the output projection.
+the target's logit and the sum of the logits. `FusedRows` is the gradient of such rows of logits.
+Like `Head`, `FusedRows` is compact: it contains a few numbers per row instead of one number per
+class. The backward pass of the deferred logits passes `FusedRows` to the fused loss op. The op
+computes the gradients of the hidden states and the output projection.
 
 Code outside of the compiled graph may compute a loss from deferred logits. Such a loss calls the
 fused loss op only through this module. This module always uses the op's exact mode. The lossy modes
@@ -398,7 +398,8 @@ class FusedRows:
         """Return this gradient multiplied by the probabilities p.
 
         If `self` is the gradient of the products p log p, the result is the gradient of log p.
-        `self` must be the gradient of the terms of a sum over the classes, so its fields `nll`,
+        The products must be summed over the classes. Then their gradient is one number per row,
+        the same for all classes. The field `total` contains these numbers, and the fields `nll`,
         `lse` and `plogp` are None.
         """
         return replace(self, total=None, lse=self.total)
@@ -477,9 +478,9 @@ class FusedRows:
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors from which the deferred logits are computed.
 
-        These tensors are the hidden states, weight, bias and the vectors that the recipe (list of
-        steps) applies. `base` is the recipe of the deferred logits. This object's recipe must
-        start with the steps of `base`.
+        Deferred logits are computed when first read, from hidden states, weight, bias and the
+        vectors that the recipe (list of steps) applies. `base` is the recipe of the deferred
+        logits. This object's recipe must start with the steps of `base`.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
@@ -527,8 +528,11 @@ class FusedRows:
         return self._parts(needed, found)
 
     def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Turn the gradients that the fused loss op returned into gradients of the tensors from
-        which the deferred logits are computed."""
+        """Turn the fused loss op's gradients `found` into gradients of the logits' source tensors.
+
+        The source tensors are the hidden states, weight, bias and the vectors that the recipe (list
+        of steps) applies. The result is None for each tensor that `needed` does not request.
+        """
         head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)
         if needed[0]:

@@ -25,46 +25,49 @@ Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Part(Protocol):
-    """The interface of deferred logits that `Memory` uses. Each deferred tensor is a view of one
-    `Memory`."""
+    """The interface through which `Memory` uses deferred logits (computed when first read).
+
+    A `Memory` represents the memory that eager PyTorch would allocate for the logits. Each deferred
+    tensor is a view of one `Memory`.
+    """
 
     own: Tensor | None  # the view's values while the memory has none
 
     @property
     def rows(self) -> Tensor:
-        """Return the hidden states for the rows of the view."""
+        """Return the hidden states for the rows (tokens) of this view of the logits."""
 
     @property
     def place(self) -> Place:
-        """Return the size, strides and offset of the view in its memory."""
+        """Return the size, strides and offset of this view of the logits in its `Memory`."""
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
-        """Return the view from which this view was created (its base), and a function that computes
-        this view's values from the base's values.
+        """Return the view of the logits from which this view was created (its base), and a
+        function that computes this view's values from the base's values.
 
         Return None if this view consists of whole rows, that is, of all classes of some tokens.
         """
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `function` to the hidden states of the view's rows, and return the result.
+        """Apply `function` to the hidden states of the rows (tokens) of this view of the logits.
 
-        `function` gets the rows in their order in memory. The dimensions of the result are in the
-        same order as those of the view.
+        `function` gets the rows in their order in memory. Return the function's result, with its
+        dimensions in the same order as those of the view.
         """
 
 
 class Statistics(NamedTuple):
-    """Per-row statistics that were computed for one view of deferred logits."""
+    """The log-sum-exp, and optionally the sum, of each row's (token's) logits in one view."""
 
     place: Place
     lse: Tensor
     logit_sum: Tensor | None
 
     def of(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return the statistics of the rows of `view`, or None if they were not computed.
+        """Return the log-sum-exp and the sum of each row of `view`, or None if not computed.
 
-        This object has the statistics of one view only, the stored view. The
+        This object has these statistics of one view of the logits only, the stored view. The
         statistics apply to `view` too if `view` has the same rows as the stored view, or is
         `stored[i]` for an index i.
         """
@@ -102,7 +105,10 @@ class Memory:
     _statistics: Statistics | None = None
 
     def read(self, view: Part) -> Tensor:
-        """Return the values of `view`; compute only the rows of the view if that is less work."""
+        """Return the values of `view`, a view of the logits.
+
+        Compute only the rows of `view` if that is less work than computing all rows.
+        """
         if self.value is None and view.window is not None:
             base, take = view.window
             return take(self.read(base))
@@ -118,8 +124,9 @@ class Memory:
         return view.own
 
     def link(self, view: Part) -> Tensor:
-        """Return a tensor that shares the memory of `view`; compute the values of the whole memory
-        first if necessary.
+        """Return a tensor that shares the memory of `view`, a view of the logits.
+
+        Compute the values of the whole memory first if necessary.
         """
         if self.value is None:
             value = None if self.origin is None else self.origin()
@@ -136,20 +143,24 @@ class Memory:
         return self.value.as_strided(*view.place)
 
     def write(self, view: Part) -> Tensor:
-        """Return a tensor that shares the memory of `view`, for a caller whose later writes to it
-        cannot be detected.
+        """Return a tensor that shares the memory of `view`, a view of the logits.
+
+        The caller's later writes to the tensor cannot be detected.
         """
         self.is_open = True
         return self.link(view)
 
     def statistics(self, view: Part) -> tuple[Tensor, Tensor | None] | None:
-        """Return the log-sum-exp and the sum of each row of `view`, if the latest loss computed
-        them."""
+        """Return the log-sum-exp and the sum of each row of `view`, a view of the logits.
+
+        Return None if the latest loss did not compute these statistics.
+        """
         return None if self._statistics is None else self._statistics.of(view)
 
     def keep_statistics(self, view: Part, lse: Tensor, logit_sum: Tensor | None) -> None:
-        """Record the statistics (log-sum-exp and sum of each row) that a loss computed for the rows
-        of `view`.
+        """Record the log-sum-exp and the sum that a loss computed for each row of `view`.
+
+        `view` is a view of the logits, and a row is one token.
         """
         self._statistics = Statistics(view.place, lse, logit_sum)
 
@@ -159,8 +170,9 @@ class Memory:
         """Return a function without arguments. When called, the returned function applies
         `function` to the values that `view` has at that time, and returns a new tensor.
 
-        The returned function does not keep the `Memory` alive. It returns None if the values are
-        not computed at the time of its call, or if user code may have written to them.
+        The returned function does not keep this `Memory`, which stores the logits' values, alive.
+        It returns None if the values are not computed at the time of its call, or if user code may
+        have written to the values.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference
@@ -182,7 +194,7 @@ class Memory:
         return copy
 
     def _is_less_work(self, view: Part) -> bool:
-        """Return whether computing only the rows of `view` is cheaper than computing all rows.
+        """Return whether computing only the logits' rows in `view` is cheaper than computing all.
 
         The answer depends on how many rows earlier reads of single views have computed.
         """

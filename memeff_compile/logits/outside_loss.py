@@ -49,7 +49,7 @@ DType: TypeAlias = "torch.dtype | None"
 
 
 class _Asked(NamedTuple):
-    """The per-row results of deferred logits that a loss function needs."""
+    """A loss function's request for numbers per row (token) of logits, such as the log-sum-exp."""
 
     target: Tensor | None = None
     ignore_index: int | None = None
@@ -196,7 +196,7 @@ def _differentiable(
 
 
 class _LogSoftmax(_Function):
-    """The autograd function that turns deferred logits into deferred log-probabilities."""
+    """The autograd function from logits to log-probabilities, both computed when first read."""
 
     @staticmethod
     def forward(ctx: Any, view: View, recipe: LogitsRecipe) -> View:
@@ -226,7 +226,7 @@ class _LogSoftmax(_Function):
 
 
 class _Exp(_Function):
-    """The autograd function that turns deferred log-probabilities into deferred probabilities."""
+    """The autograd function from log-probabilities to probabilities, both computed when read."""
 
     @staticmethod
     def forward(ctx: Any, logs: View) -> View:
@@ -247,8 +247,10 @@ class _Exp(_Function):
 
 
 class _PLogP(_Function):
-    """The autograd function that multiplies deferred probabilities by their logarithms; the product
-    is deferred too."""
+    """The autograd function that multiplies probabilities by their logarithms.
+
+    The factors and the product are deferred: their values are computed when first read.
+    """
 
     @staticmethod
     def forward(ctx: Any, probs: View, logs: View) -> View:
@@ -272,9 +274,10 @@ class _PLogP(_Function):
 
 
 class _NegativeEntropy(_Function):
-    """The autograd function that sums the deferred products p log p over the classes.
+    """The autograd function that sums p log p over the classes, for probabilities p.
 
-    The function returns no gradient for its argument `logs`, the log-probabilities log p.
+    The fused loss op computes the sum without building the products p log p. The backward pass
+    returns no gradient for the argument `logs`, the log-probabilities log p.
     """
 
     @staticmethod
@@ -298,11 +301,11 @@ class _NegativeEntropy(_Function):
 
 
 def _needs_nothing(ctx: Any) -> bool:
-    """Return whether the backward pass of a sum must run without saved tensors, as the backward
-    pass of eager PyTorch's sum does.
+    """Return whether the backward pass of a sum over the classes must run without saved tensors.
 
-    A backward pass without saved tensors is necessary for a second derivative, and for a second
-    backward pass through the same graph.
+    The sum adds up log-probabilities, or products p log p. The backward pass of eager PyTorch's sum
+    uses no saved tensors. A backward pass without saved tensors is necessary for a second
+    derivative, and for a second backward pass through the same graph.
     """
     try:
         return torch.is_grad_enabled() or not ctx.saved_tensors
@@ -315,8 +318,10 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The data of deferred logits that a backward pass needs, in addition to the tensors that
-    autograd saves."""
+    """The data of deferred logits that a backward pass needs in addition to saved tensors.
+
+    Deferred logits are computed when first read.
+    """
 
     view: View | None
     memory: Memory | None  # may contain the values that the backward pass needs
@@ -327,8 +332,8 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """If gradients are needed, save `others`, and the tensors from which the values of `view`
-        are computed, for the backward pass.
+        """If gradients are needed, save tensors for the backward pass: `others`, and those from
+        which `view` is computed when first read.
 
         Return the data that autograd cannot save, because it is not a tensor.
         """
@@ -340,14 +345,11 @@ class _Kept(NamedTuple):
         return cls(*kept, _written_by(view))
 
     def of_another(self, view: View) -> _Kept:
-        """Return the data of the deferred tensor `view` that an autograd function's backward pass
-        needs.
+        """Return the data that an autograd function's backward pass needs for the tensor `view`.
 
-        `self` is this data for another deferred tensor with the same hidden states and output
-        projection.
-
-        Both deferred tensors use the same saved tensors, and autograd frees these tensors after the
-        first backward pass.
+        `self` is the same data for another tensor with the same hidden states and output
+        projection. The two tensors share the saved tensors, which autograd frees after the first
+        backward pass.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)
@@ -358,7 +360,10 @@ class _Kept(NamedTuple):
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
-        """Return the rows' hidden states and output projection, as the argument of a fused loss."""
+        """Return rows of logits as a `Head`: their hidden states and the output projection.
+
+        `made_of` contains the tensors that autograd saved: hidden states, weight, bias and vectors.
+        """
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
 
@@ -379,7 +384,7 @@ class _Kept(NamedTuple):
     def plain(self, made_of: Sequence[Any]) -> Tensor:
         """Return the logits that the forward pass used, as a plain tensor.
 
-        The gradient of this plain tensor flows to the deferred logits.
+        The gradient of this plain tensor flows to the deferred logits (computed when first read).
         """
         if self.view is None:
             raise DoubleBackwardError(
@@ -406,8 +411,10 @@ class _Kept(NamedTuple):
 
 
 def _result(ctx: Any, kept: _Kept) -> Tensor | None:
-    """Return the earlier result of a loss function, if it still exists and is unchanged; a second
-    derivative needs this result.
+    """Return the log-probabilities or probabilities that the forward pass returned.
+
+    A second derivative needs these values. Return None if the tensor no longer exists or has
+    changed.
     """
     result = ctx.result()
     if result is None or result.grad_fn is not ctx:  # detached in place, or written to since
@@ -416,7 +423,7 @@ def _result(ctx: Any, kept: _Kept) -> Tensor | None:
 
 
 def _written_by(view: Any) -> Any:
-    """Return the autograd node of the latest write to a view's memory.
+    """Return the autograd node of the latest write to the memory of `view`, a view of the logits.
 
     After each such write, autograd creates a new node for the view.
     """
@@ -426,13 +433,16 @@ def _written_by(view: Any) -> Any:
 class Declined(Exception):
     """The exception that a handler raises for a call that PyTorch's own function must run.
 
-    The exception contains the reason, which the report of the compilation shows. The reason is ""
-    if there is nothing to report."""
+    A handler replaces a PyTorch function, such as `F.cross_entropy`, for deferred logits (logits
+    that are computed when first read). The exception contains the reason, which the report of the
+    compilation shows. The reason is "" if there is nothing to report.
+    """
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the rows of `view` as arguments of the fused loss op; raise `Declined` if this op does
-    not support them.
+    """Return the steps that compute `view` (logits) as arguments of the fused loss op.
+
+    `view` may also be log-probabilities. Raise `Declined` if the op does not support the call.
     """
     lost = view.lost_factors()
     if lost is not None:
@@ -452,7 +462,8 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
 
 
 def _is_deferred(value: Any) -> bool:
-    """Return whether a tensor is deferred logits (or log-probabilities) whose loss may be fused."""
+    """Return whether a tensor is deferred logits or log-probabilities (computed when first read)
+    whose loss may be fused."""
     memory = getattr(value, "memory", None)
     return isinstance(memory, Memory) and memory.source.loss is not None and value.window is None
 
@@ -468,8 +479,11 @@ def _last(view: View, dim: Any) -> bool:
 
 
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the fused loss op on the rows of `view`, with autograd; return the results that `_Asked`
-    lists."""
+    """Return loss, log-sum-exp and weighted sum of each row of `view`, from the fused loss op.
+
+    `view` contains logits or log-probabilities that are computed when first read. The op runs with
+    autograd. A result that `asked` does not request is None.
+    """
     source = view.memory.source
     source.require_unchanged()
     result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
@@ -570,11 +584,12 @@ def _class_loss(
 def _makes_gradients(view: View) -> bool:
     """Return whether a loss of deferred logits computes its gradients in its forward pass.
 
-    Such gradients take as much memory as the hidden states and the weight together. So the forward
-    pass computes gradients only for a loss of more than half of the rows. The forward pass computes
-    no gradients if an earlier training step computed two losses from its logits. One backward pass
-    over the logits can compute the gradients of both losses. If the first loss computes gradients
-    in its forward pass, the second loss has to compute the logits once more.
+    Deferred logits are computed when first read. The gradients of hidden states and weight take as
+    much memory as these two tensors together. So the forward pass computes gradients only for a
+    loss of more than half of the rows (tokens). The forward pass computes no gradients if an
+    earlier training step computed two losses from its logits. One backward pass over the logits can
+    compute the gradients of both losses. If the first loss computes gradients in its forward pass,
+    the second loss has to compute the logits once more.
     """
     source = view.memory.source
     use, rows = source.use, view.rows.shape[:-1].numel()
@@ -612,8 +627,10 @@ def _total(view: View, target: Tensor, ignore_index: int, reduction: str) -> Ten
 
 
 def _class_last(input: Any, target: Any) -> View:
-    """Return the arguments of a loss with the class dimension of the logits moved from the second
-    position to the end."""
+    """Return the logits `input` of a loss with the class dimension last.
+
+    If the logits have more than two dimensions, PyTorch's losses expect the classes in the second.
+    """
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
@@ -710,7 +727,8 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
-    """Return deferred probabilities if the argument is the unchanged result of log_softmax."""
+    """Return probabilities that are computed when first read, if the argument is the unchanged
+    result of log_softmax."""
     if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
         return NotImplemented
     is_last = input.order is None and out is None
@@ -723,8 +741,8 @@ def _exp(input: Any, *, out: Any = None) -> Any:
 
 
 def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
-    """Return the deferred product p log p of log-probabilities and the probabilities p that were
-    computed from them.
+    """Return p log p, computed when first read, for log-probabilities and the probabilities p that
+    were computed from them.
 
     For other factors, and if `out` is passed, return NotImplemented.
     """
@@ -741,7 +759,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
 
 
 def _entropy(input: Any, logs: View, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    """Return the sum of p log p over the classes, computed from the deferred product."""
+    """Return the sum of `input` (products p log p) over the classes, without building `input`."""
     if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
         return NotImplemented
     _need(_last(input, dim), "an entropy over another dimension")
@@ -804,7 +822,10 @@ _RENAMED["x2"] = "other"
 
 
 def _serving(handler: Any) -> Callable[..., Any]:
-    """Wrap a handler so that it returns the `Declined` exception instead of raising it."""
+    """Wrap a handler so that the handler returns the `Declined` exception instead of raising it.
+
+    A handler replaces a PyTorch function for deferred logits.
+    """
     signature = inspect.signature(handler)
 
     def serve(*args: Any, **kwargs: Any) -> Any:

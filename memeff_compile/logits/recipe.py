@@ -228,7 +228,7 @@ class LogitsRecipe:
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype of the product, and the dtype after each step."""
+        """Return the dtype of the output projection's product, and that after each later step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             if name == "adapter":
@@ -326,8 +326,10 @@ class DeferredOutput:
         return tuple(view.output for view in self.views) or (self.output,)
 
     def put(self, logits: Tensor, results: list[Any]) -> None:
-        """Write the deferred logits, and views of the deferred logits, into the list `results`, at
-        the indices `places`."""
+        """Write the logits and their views into `results`, the list of a graph's outputs.
+
+        The property `places` contains the indices at which the logits and views are written.
+        """
         logits = logits.detach() if self.detached else logits
         logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
@@ -390,7 +392,7 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why the steps of a recipe cannot become arguments of the fused loss op.
+    """The reason why the steps that compute logits cannot become arguments of the fused loss op.
 
     `place` is the index of the unsupported step."""
 

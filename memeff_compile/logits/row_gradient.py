@@ -122,11 +122,10 @@ class RowGradient(LazyTensor):
 
     @staticmethod
     def of_fused(rows: FusedRows) -> Tensor:
-        """Return a RowGradient that contains the gradient of all rows in compact form (a few
-        numbers per row).
+        """Return the gradient `rows` of a logits tensor as a RowGradient.
 
-        vmap does not find the tensors inside of a `RowGradient`, so under vmap the function returns
-        a dense gradient.
+        `rows` contains a few numbers for each row (token) of the tensor. vmap does not find the
+        tensors inside of a `RowGradient`, so under vmap the function returns a dense gradient.
         """
         head = rows.head
         if rows.is_batched:
@@ -136,15 +135,15 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether all summands have the compact form `FusedRows`, and the vocabulary is the
-        last dimension."""
+        """Return whether all summands of this gradient are `FusedRows` (a few numbers per row), and
+        the vocabulary is the last dimension."""
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return the gradient with `function` applied to the rows of each summand."""
+        """Return this gradient, a sum, with `function` applied to the rows of each summand."""
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
         return RowGradient(self.shape, pieces, like, self.order)
@@ -178,8 +177,10 @@ class RowGradient(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record one ATen operation if this module has a rule for it; otherwise run the operation
-        on the dense gradient."""
+        """Record one ATen operation, or apply it to the stored rows, without a dense gradient.
+
+        If no rule in `_RULES` fits the operation, run the operation on the dense gradient.
+        """
         rule = _RULES.get(func)
         given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
         is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
@@ -225,9 +226,7 @@ def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | 
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
-    """Record, in the RowGradient, that the gradient is reshaped; two successive reshapes become one
-    step.
-    """
+    """Return the gradient with another shape, or None if the last dimension would change."""
     before = tuple(grad.shape)
     after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
     if not after or not before or after[-1] != before[-1]:
@@ -264,8 +263,10 @@ def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
 def _index_put(
     zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> RowGradient | None:
-    """Record, in a RowGradient, the gradient of advanced indexing, which autograd computes by
-    adding rows to a tensor of zeros.
+    """Return the gradient of advanced indexing as a RowGradient, or None if that is not possible.
+
+    A RowGradient stores only some rows. Autograd computes the gradient by adding rows to a tensor
+    of zeros.
     """
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
@@ -284,8 +285,9 @@ def _index_put(
 def _index_add(
     zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
 ) -> RowGradient | None:
-    """Record, in a RowGradient, the call of `index_add` with which autograd computes the gradient
-    of `index_select`.
+    """Return the gradient of `index_select` as a RowGradient, or None if that is not possible.
+
+    A RowGradient stores only some rows. Autograd computes the gradient by calling `index_add`.
     """
     if alpha != 1:
         return None
@@ -355,8 +357,10 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
-    """Record, in the RowGradient, that the gradient is multiplied by a number; autograd passes this
-    number as a one-element tensor.
+    """Return the RowGradient `grad` times `factor`, or divided by `factor` if `invert` is true.
+
+    Autograd may pass the number `factor` as a CPU tensor with one element. Return None for other
+    factors, for a division by 0, and if `grad` is no RowGradient.
     """
     if not isinstance(grad, RowGradient):
         return None
@@ -382,8 +386,9 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record, in a RowGradient, the concatenation with which autograd computes the gradient of
-    `split` and `chunk`.
+    """Return the gradient of `split` or `chunk` as a RowGradient, or None if that is not possible.
+
+    A RowGradient stores only some rows. Autograd computes the gradient by concatenation.
     """
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
@@ -396,8 +401,10 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
-    """Record, in a RowGradient, the stacking with which autograd computes the gradient of `unbind`
-    and of a loop over a tensor.
+    """Return the gradient of `unbind` as a RowGradient, or None if that is not possible.
+
+    A RowGradient stores only some rows. Autograd computes the gradient of `unbind`, and of a loop
+    over a tensor, by stacking.
     """
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
@@ -413,12 +420,12 @@ def _together(
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
 ) -> RowGradient | None:
-    """Join several gradients into one `RowGradient`; return None if one of them is no
-    `RowGradient`.
+    """Concatenate or stack gradients into a `RowGradient`; return None if one is no `RowGradient`.
 
     A gradient may consist of one `FusedRows`: a few numbers per row instead of one per class. If
     all gradients do, and `FusedRows.joined` can join them, the result contains one `FusedRows`.
-    Otherwise the result contains the gradients as separate summands.
+    Otherwise the result is stored as the sum of the gradients. In this sum, each gradient is zero
+    outside of the positions to which its step in `steps` writes the gradient.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -24,8 +24,10 @@ from memeff_compile.logits.recipe import DeferredOutput
 
 @dataclass(frozen=True)
 class Around:
-    """The wrappers of a compiled graph that must be saved with it, because a process that loads the
-    graph needs them too."""
+    """The wrappers that turn a compiled graph's outputs into the model's outputs.
+
+    The wrappers are saved with the graph, because a process that loads the graph needs them too.
+    """
 
     present: list[bool] | None
     plan: Sequence[DeferredOutput]
@@ -54,7 +56,10 @@ class SavedGraph:
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: SavedGraph) -> bytes:
-        """Return the inner compiler's artifact and the wrappers as bytes."""
+        """Return the inner compiler's artifact (its result) and the wrappers as bytes.
+
+        The wrappers turn the compiled graph's outputs into the model's outputs.
+        """
         try:
             around = pickle.dumps(fn.around)
         except Exception as error:

@@ -51,8 +51,10 @@ def reading_for(reason: str) -> Iterator[None]:
 
 
 def reader() -> str:
-    """Return the name under which the compilation's report lists logits that are computed at this
-    moment."""
+    """Return the name under which the compilation's report lists logits that are computed now.
+
+    The outermost active `reading_for` sets the name, usually that of the op that reads the logits.
+    """
     return _reading[0] if _reading else "their values"
 
 
@@ -147,8 +149,8 @@ class LogitsSource:
             compat.after_gradients(results, lambda: use.record_gradient(reason, line))
 
     def require_unchanged(self) -> None:
-        """Raise a StaleLogitsError if one of the tensors has changed since the logits were
-        deferred.
+        """Raise a StaleLogitsError if the hidden states or the output projection have changed since
+        this `LogitsSource` was created.
 
         A write through `.data` is detected by comparing sampled elements of the weight. Copying
         the samples to the CPU for the comparison would make the CPU wait for the GPU. So an

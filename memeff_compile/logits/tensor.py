@@ -95,7 +95,7 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return a deferred tensor with all elements of `memory`, in the given shape.
+        """Return a tensor, computed when first read, with all elements of `memory` in `shape`.
 
         `memory` represents the memory that eager PyTorch would allocate for the logits.
         """
@@ -119,10 +119,10 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of the deferred tensor.
+        """Compute the values, and return an ordinary tensor that is a view of this tensor.
 
-        Autograd records operations on this view, and a write to the view changes the deferred
-        tensor."""
+        Autograd records operations on this view, and a write to the view changes this tensor.
+        """
         self._memory()
         source, plain = self.memory.source, self.to_read()
         source.read_by = reader()
@@ -134,11 +134,10 @@ class DeferredLogits(LazyTensor):
         return self.as_plain().as_subclass(cls)
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that autograd treats as a view of the deferred tensor, for
-        reading only.
+        """Return a plain tensor, for reading only, that autograd treats as a view of this tensor.
 
         This method calls `expand` with the argument `implicit=True`, and gets a plain tensor. Every
-        other view of deferred logits is a `DeferredLogits`.
+        other view of this tensor is a `DeferredLogits`, which is computed when first read.
         """
         with compat.without_torch_function():
             plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
@@ -156,8 +155,7 @@ class DeferredLogits(LazyTensor):
             return self.to_read()
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `function` to the hidden states of the deferred tensor's rows, and return the
-        result.
+        """Return `function` applied to the hidden states of this tensor's rows (tokens).
 
         `function` gets the rows in their order in memory. The dimensions of the result are in the
         same order as those of this tensor.
@@ -171,9 +169,10 @@ class DeferredLogits(LazyTensor):
 
     @property
     def head(self) -> Head:
-        """Return the hidden states of the deferred tensor's rows, and the output projection.
+        """Return the hidden states of this tensor's rows (tokens), and the output projection.
 
-        A loss outside of the graph takes the result as its argument."""
+        A loss outside of the graph takes the result as its argument, instead of computed logits.
+        """
         source = self.memory.source
         assert source.loss is not None
         made_of = (self.rows, source.weight, source.bias, source.vectors)
@@ -181,8 +180,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the position of the deferred tensor in its `Memory`, as arguments of
-        `as_strided`."""
+        """Return the position of this tensor in its `Memory` (the memory that eager PyTorch would
+        allocate for the logits), as arguments of `as_strided`."""
         return self.dims, self.strides, self.offset
 
     @property
@@ -203,8 +202,8 @@ class DeferredLogits(LazyTensor):
 
     @property
     def materialisations(self) -> int:
-        """Return how many times values were computed for the deferred tensor and for the tensors
-        derived from it."""
+        """Return how many times values were computed for this tensor and for the tensors derived
+        from it."""
         return self.memory.source.materialisations
 
     @compat.untraced
@@ -227,7 +226,7 @@ class DeferredLogits(LazyTensor):
             return None
 
     def _geometry(self) -> Tensor:
-        """Return a meta tensor with the shape, strides and offset of the deferred tensor."""
+        """Return a meta tensor with the shape, strides and offset of this tensor."""
         memory = torch.empty(self.memory.shape, dtype=self.memory.recipe.dtype, device="meta")
         return memory.as_strided(*self.place)
 
@@ -328,7 +327,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 class _Call(NamedTuple):
-    """One ATen operation on deferred logits, with its arguments."""
+    """One ATen operation on deferred logits (computed when first read), with its arguments."""
 
     func: Any
     view: DeferredLogits
@@ -336,7 +335,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run the operation on another tensor instead of the deferred logits."""
+        """Run the operation `func` on `tensor` instead of the deferred logits `view`."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -432,7 +431,10 @@ def _permuted(call: _Call) -> DeferredLogits:
 
 
 def _copied(call: _Call) -> DeferredLogits | None:
-    """Run copies, and casts between floating dtypes, that stay on one device."""
+    """Return a copy of logits, or a cast to a floating dtype, that is computed when first read.
+
+    Return None for other calls, such as a copy to another device.
+    """
     view, kwargs = call.view, call.kwargs
     recipe = view.memory.recipe
     dtype, device = kwargs.get("dtype") or recipe.dtype, kwargs.get("device")
@@ -451,7 +453,7 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 
 def _scaled(call: _Call) -> DeferredLogits | None:
-    """Run multiplications and divisions by a number, such as a sampling temperature."""
+    """Run multiplications and divisions of deferred logits by a number, such as a temperature."""
     func, view, args, kwargs = call
     number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -485,7 +487,8 @@ def _copy(
 
 
 def _indexed(call: _Call) -> DeferredLogits | None:
-    """Run indexing of rows by tensors or masks; as in eager PyTorch, the result is a copy."""
+    """Run indexing of the logits' rows by tensors or masks; as in eager PyTorch, the result is a
+    copy."""
     view, where = call.view, call.args[0]
     memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:
@@ -547,7 +550,8 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 def _function(
     func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run one function of PyTorch's Python interface on deferred logits."""
+    """Run one function of PyTorch's Python interface on deferred logits (computed when first
+    read)."""
     if not all(issubclass(kind, _FAMILIAR) or kind is Tensor for kind in types):
         # Another subclass may define `func` differently: give it a plain tensor.
         return _on_plain(func, *args, **kwargs)
@@ -574,10 +578,10 @@ def _function(
 
 
 def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSource]:
-    """Return the `LogitsSource` of each deferred argument that needs a gradient.
+    """Return the `LogitsSource` of each `DeferredLogits` argument that needs a gradient.
 
-    For each of these sources, also clear the field `read_by`. This field names the op that last
-    read the source's logits.
+    A `LogitsSource` contains the tensors from which logits are computed. For each of these sources,
+    also clear the field `read_by`. This field names the op that last read the source's logits.
     """
     if not torch.is_grad_enabled():
         return []
@@ -651,9 +655,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 def _data(func: Any, view: DeferredLogits) -> Tensor:
     """Return `.data` of deferred logits.
 
-    The result is deferred too if the logits contain all classes of each row. Code may assign
-    deferred logits to the `.data` of another tensor. The other tensor then uses the memory of the
-    deferred logits.
+    The result is deferred too (computed when first read) if the logits contain all classes of each
+    row. Code may assign deferred logits to the `.data` of another tensor. The other tensor then
+    uses the memory of the deferred logits.
 
     As in eager PyTorch, `.data` is not a view for autograd. Code may change `logits.data` in place,
     with a value that requires a gradient. Then `logits.data` requires a gradient, and `logits` does
@@ -679,11 +683,12 @@ def _on_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the values of a copy immediately, if the copy does not require a gradient.
+    """Copy logits by `func`, and compute the values now if the logits require no gradient.
 
-    A copy that requires no gradient, such as `logits.detach().cpu()`, is usually read later, when
-    the output projection may have changed. A copy that requires a gradient may be used in a loss
-    that needs no logits, so its values are not computed yet.
+    Other logits are computed when first read. A copy that requires no gradient, such as
+    `logits.detach().cpu()`, is usually read later, when the output projection may have changed. A
+    copy that requires a gradient may be used in a loss that needs no logits, so its values are not
+    computed yet.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

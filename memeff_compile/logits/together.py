@@ -47,9 +47,11 @@ class Ranks:
         self.dim = next(i for i, p in enumerate(spread.placements) if not p.is_replicate())
 
     def agreed(self, change: str | None, device: torch.device) -> str | None:
-        """If any rank found a changed tensor, every rank returns a message about this change.
+        """Return a message on every rank if the logits' source tensors have changed on any rank.
 
-        Return None if no rank found a change. All ranks must call this function.
+        The source tensors are the hidden states and the output projection. `change` is the message
+        about a change on this rank since the forward pass, or None. Return None if no rank found a
+        change. All ranks must call this function.
         """
         if not _asking:
             raise ShardedLogitsError(

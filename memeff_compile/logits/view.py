@@ -27,7 +27,7 @@ class View(Part, Protocol):
 
     @property
     def head(self) -> Head:
-        """Return the hidden states of the rows, and the output projection.
+        """Return the hidden states of this view's rows (tokens), and the output projection.
 
         A loss outside of the graph takes the result as its argument."""
 
@@ -44,10 +44,10 @@ class View(Part, Protocol):
         """Return the device of the logits."""
 
     def copied(self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]) -> View:
-        """Return new deferred logits that share no memory with these deferred logits.
+        """Return new logits, computed when first read, that share no memory with these logits.
 
         If the present values are already computed, `function` computes the new values from them.
         Otherwise the steps in `recipe` compute the new values from hidden states."""
 
     def to_read(self) -> Tensor:
-        """Return an ordinary tensor that autograd treats as a view of the deferred logits."""
+        """Return an ordinary tensor that autograd treats as a view of these logits."""

@@ -1,11 +1,11 @@
 """Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
 During the measurement, the model runs with its usual attention. Each attention call is also
-computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values.
-The result is compared with the exact one. The model continues with the exact result, so an error in
-one layer does not reach the next layer. As in SageAttention2, a level is chosen per layer and, for
-diffusion models, per time step. A level is acceptable if its worst score over all inputs is high
-enough. The mean score does not count.
+computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values. A
+score measures the similarity of the result to the exact result. The model continues with the exact
+result, so an error in one layer does not reach the next layer. As in SageAttention2, a level is
+chosen per layer and, for diffusion models, per time step. A level is acceptable if its worst score
+over all inputs is high enough. The mean score does not count.
 
 With the argument `share`, this share of the attention calls gets the more precise of two levels. To
 choose these calls, the model runs twice more for each call, once with this call at each of the two
@@ -61,27 +61,32 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """The result of `calibrate_attention`: a dictionary with a low-bit level per attention
-    module.
+    """The result of `calibrate_attention`: a dictionary with a low-bit level per attention module.
 
-    Pass the dictionary as the option `memeff.attention`, or store it as JSON. Its keys:
+    A level is a low-bit format, such as `8b`, or `exact`. A score measures the similarity of a
+    level's result to the exact result, and 1 is best. Pass the dictionary as the option
+    `memeff.attention`, or store it as JSON. Its keys:
 
     - `levels` maps each attention module to a level, or to a list with a level per call;
     - `scores` contains statistics per attention, level and call: the mean and standard deviation
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
-    - `share` and `by` replace `min_score` if you passed `share`;
+    - `share` and `by` replace `min_score` if you passed `share`. `share` is the share of all calls
+      that have the second of two levels. `by` names the measure that chose these calls: the change
+      of the model's output ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
-      that compares the two levels from which `calibrate_attention` chose. The number is the change
-      of the model's output at the first level minus its change at the second level. The number is a
-      mean over inputs.
+      that compares the two levels from which `calibrate_attention` chose. If only this call runs at
+      a level, the model's output changes, compared with an exact run. The number is the output's
+      change at the first level minus its change at the second. The number is a mean over inputs.
     """
 
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
         If this calibration has the key `changes`, the module with the largest number under this key
-        comes first. Otherwise the module with the lowest score at the first level comes first."""
+        comes first. Otherwise the module with the lowest score comes first. This score is the
+        similarity to exact attention at the first of the scored levels (low-bit formats).
+        """
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
         by = self.get("by", "attention")
@@ -112,12 +117,17 @@ class Calibration(VerbReport, dict[str, Any]):
         return "\n".join([note, *rows])
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the table as JSON, which the option `memeff.attention` accepts too."""
+        """Return this calibration (levels and scores of the attention modules) as JSON.
+
+        The option `memeff.attention` accepts this JSON too.
+        """
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw, for each attention and level, the mean and the standard deviation of the scores
-        over calls.
+        """Draw the mean score and its spread, for each attention module and level (low-bit format).
+
+        A score is the similarity to exact attention. The mean is over inputs and calls. The spread
+        is the largest standard deviation over inputs of any call.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -129,9 +139,8 @@ class Calibration(VerbReport, dict[str, Any]):
         draw_spreads(path, names, series, "score", CalibrationError, least=least)
 
     def _scores(self) -> tuple[_Scores, list[str]]:
-        """Return the score of each attention module at each level in each of its calls, and the
-        levels for which scores exist.
-        """
+        """Return the scores (similarity to exact attention) by module, level and call, and the
+        levels (low-bit formats) with scores."""
         scores = self["scores"]
         return scores, list(next(iter(scores.values())))
 
@@ -264,7 +273,10 @@ def _note(by_call: list[list[float]], place: int, number: float) -> None:
 
 
 class _Run:
-    """The runs of a model on one input."""
+    """The runs of a model on one input: exact runs, and runs with one call at another level.
+
+    A call is one attention call. A level is a low-bit format, such as `8b`, or `exact`.
+    """
 
     def __init__(
         self, model: nn.Module, run: Callable[[nn.Module, Any], Any], given: object
@@ -277,8 +289,10 @@ class _Run:
             return main_output(self.run(self.model, self.given))
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
-        """Compare each attention call at each level with the exact result, and add the scores to
-        the dictionary `found`. Return the name and the number of each call that was scored.
+        """Score each attention call at each of `levels` (low-bit formats).
+
+        A score is the similarity to the exact result. Add the scores to `found`. Return, for each
+        scored call, the attention's name and the call's index among the calls of this attention.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -307,11 +321,11 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Measure, for each call in `places`, how much harm the first level of `pair` does, and add
-        this number to `changes`.
+        """Measure how much harm the first level (low-bit format) of `pair` does in each call.
 
-        The model runs with only this call at the first level, and with only this call at the second
-        level. The harm is how much more the model's output changes at the first level.
+        Add the harm of each call in `places` to `changes`. The model runs with only this call at
+        the first level, and with only this call at the second level. The harm is how much more the
+        model's output changes at the first level.
 
         If the output cannot be compared, return the reason as a sentence, otherwise None. If
         `are_single` is true, more than one call of an attention module is also such a reason.
@@ -358,7 +372,9 @@ class _Run:
 def _levels(
     min_score: float | None, share: float | None, levels: Sequence[str] | None, by: str | None
 ) -> Sequence[str]:
-    """Return the levels to choose from; raise an error if the arguments contradict one another."""
+    """Return the levels (low-bit formats, or `exact`) to choose from.
+
+    Raise an error if the arguments contradict one another."""
     for name, number in (("min_score", min_score), ("share", share)):
         if number is not None and not 0.0 <= number <= 1.0:
             raise CalibrationError(f"{name} is {number}; a number between 0 and 1 is needed.")
@@ -390,10 +406,11 @@ def _levels(
 def restart_attention_calls() -> None:
     """Make the next call of each attention module use the first level in its list of levels.
 
-    A calibration may have a list of levels for an attention module, one per call. Successive calls
-    use these levels in order. After the last level, the next call uses the first level again. Call
-    this function if a loop that runs the model, such as a sampling loop, was interrupted. You need
-    not call this function after a loop that completes as many calls as the calibration had.
+    A level is a low-bit format, such as `8b`, or `exact`. A calibration may have a list of levels
+    for an attention module, one per call. Successive calls use these levels in order. After the
+    last level, the next call uses the first level again. Call this function if a loop that runs the
+    model, such as a sampling loop, was interrupted. You need not call this function after a loop
+    that completes as many calls as the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -401,8 +418,11 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each attention call, the first of `levels` whose worst score over all inputs is
-    at least `least`."""
+    """Return, for each attention call, the first of `levels` whose worst score is at least `least`.
+
+    A score is the similarity of a level's result to the exact result. The worst score is over all
+    inputs. If no level reaches `least`, the call gets the level "exact".
+    """
     return {
         site: [
             next((level for level in levels if min(by_level[level][place]) >= least), EXACT)
@@ -415,10 +435,10 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return the level of each attention call, by module.
+    """Return, for each attention module, the levels of its calls, in order.
 
-    The calls that do most harm get the second level. They are the fraction `share` of all calls.
-    All other calls get the first level.
+    A level is a low-bit format, such as `8b`, or `exact`. The calls that do most harm get the
+    second level. They are the fraction `share` of all calls. All other calls get the first level.
     """
     low, high = levels
     worst = sorted(
