@@ -64,7 +64,7 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return n, the number of tokens that `crop(-n)` removes; a positive number is an error."""
+    """Return n, the number of tokens that `crop(-n)` removes; a positive argument is an error."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -608,12 +608,13 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Allocate the tensor with the positions of the first tokens, which stay unquantised.
+        """Allocate the tensor with the positions of each sequence's first `keep_first` tokens.
 
-        `shape` is the shape of this tensor. If the tensor already exists with this shape, the
-        method does nothing. If it exists with another shape, the method raises an error. `tokens`
-        is the number of tokens that a layer can hold. The method also creates `span`, a tensor
-        without elements whose shape, (0, 0, `tokens`), contains this number.
+        These first tokens stay unquantised. `shape` is the shape of this tensor. If the tensor
+        already exists with this shape, the method does nothing. If it exists with another shape,
+        the method raises an error. `tokens` is the number of tokens that a layer can hold. The
+        method also creates `span`, a tensor without elements whose shape, (0, 0, `tokens`),
+        contains this number.
         """
         if self._shape == shape:
             return

@@ -33,7 +33,8 @@ from memeff_compile.model.cache.rotary import angles_of
 class Pair:
     """The state that two merged layers share, such as directions (unit vectors) of keys and values.
 
-    The state includes keys and values of the lower (earlier) layer that the upper layer will write.
+    New keys and values of the lower (earlier) layer may wait in this state. They wait until the
+    upper layer gets the same tokens. The upper layer then writes both layers' keys and values.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class Pair:
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens of the two merged layers, and reset the maps that align the layers.
+        """Remove all tokens from the state that two merged layers share, and reset the maps.
 
+        The maps make the two layers' keys and values similar. Only aligned layers have maps.
         `starts`, (B, H), contains the position of each sequence's first token.
         """
         self.parked = None
@@ -169,7 +171,7 @@ class MergedLayer(CodedLayer):
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return this layer's own and shared tensors, as the ops that read the cache take them.
+        """Return own and shared tensors of this layer in the order of two cache ops' arguments.
 
         One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of(self.pair.shared(), self.own())
@@ -317,6 +319,8 @@ class MergedLayer(CodedLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state that two merged layers share; the next tokens then align the layers."""
+        """Reset the state that two merged layers share.
+
+        If the layers are aligned, the maps that align the layers are fitted to the next tokens."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

@@ -21,7 +21,8 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 class ValuesPair(Pair):
     """The state of two layers that share the directions (unit vectors) of their values.
 
-    The state includes keys and values of the lower (earlier) layer that the upper layer will write.
+    New keys and values of the lower (earlier) layer may wait in this state. They wait until the
+    upper layer gets the same tokens. The upper layer then writes both layers' keys and values.
     """
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
@@ -73,7 +74,7 @@ class ValuesLayer(MergedLayer):
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return this layer's own and shared tensors, as the ops that read the cache take them.
+        """Return own and shared tensors of this layer in the order of two cache ops' arguments.
 
         One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())

@@ -66,10 +66,11 @@ class Measured(Protocol):
 class MiniCache:
     """The settings with which a `KVCache` merges pairs of layers.
 
-    For each older token, two merged layers share one direction (unit vector) of their keys, and one
-    of their values. `fidelity_report` measures how much accuracy the merge costs. Two layers form a
-    pair if they are consecutive among the layers that attend to all tokens. A layer with a sliding
-    window that lies between the two layers stays exact.
+    For each merged token, the two layers of a pair share one direction (unit vector) of their keys
+    and one of their values. With `values_only`, they share only the direction of their values.
+    `fidelity_report` measures how much accuracy the merge costs. Two layers form a pair if they are
+    consecutive among the layers that attend to all tokens. A layer with a sliding window that lies
+    between the two layers stays exact.
 
     Args:
         start_layer: layers before this one are not merged; by default, this is the middle layer.

@@ -37,8 +37,8 @@ class TernaryStages:
         steps: The number of steps of the whole training.
         share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds: Input formats, by module path, that override the recipe `second`; as in
-            `ternarize_`.
+        kinds: Patterns of module paths, with input formats that override the recipe `second`; as
+            in `ternarize_`.
         skip: Patterns for paths of modules that stay dense in both stages; as in `ternarize_`.
         activation: The activation function of gated MLPs in both stages; as in `ternarize_`. The
             paper uses "relu2".

@@ -187,8 +187,8 @@ _NUMBER = re.compile(r"\d+")
 def _line(weights: Sequence[CompressedWeight]) -> str:
     """Return one line of the compression report, for one weight or several similar weights.
 
-    Weights share a line if they have the same shape and the same codec or reason, and their names
-    differ only in numbers."""
+    Weights share a line if their shapes and results are equal and their names differ only in
+    numbers. In the text of `details`, each weight has its own line."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
