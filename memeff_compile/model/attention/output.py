@@ -13,11 +13,11 @@ ROWS = 512
 
 
 def main_output(result: Any) -> tuple[Tensor, bool] | None:  # noqa: ANN401
-    """Return the tensor in a model's result whose change is measured, and whether it contains
-    logits.
+    """Return the main tensor of a model's result, and whether this tensor contains logits.
 
-    The returned tensor is the one named `logits` if it has several classes, otherwise the largest
-    floating-point tensor. Without a floating-point tensor, the function returns None.
+    Calibration measures how much low-bit attention changes this tensor. The returned tensor is the
+    one named `logits` if it has several classes, otherwise the largest floating-point tensor.
+    Without a floating-point tensor, the function returns None.
     """
     logits = result.get("logits") if isinstance(result, Mapping) else None
     if isinstance(logits, Tensor) and _has_classes(logits):

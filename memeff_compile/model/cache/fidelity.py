@@ -80,8 +80,8 @@ class FidelityReport(VerbReport):
             empty if the measured cache does not merge layers. Of the caches in `codes`, only the
             last merges layers. One has as many bits as the measured cache, one has 3, and one has 2
             (equal caches appear once). Another has 3 bits for keys and 2 for values (its entry has
-            `value_bits`). The last also has these bits, and merges the values of all layers (its
-            entry has `values_merged`).
+            `value_bits`). The last also has these bits, and merges the values of all layers in
+            pairs (its entry has `values_merged`).
         maps: for each pair in `pairs`, two tensors that align the upper layer with the lower one,
             fitted to all inputs. The first of a pair's two tensors, (heads, 2, depth, depth), has
             the rotations of keys and of values. The second has the matching head of the lower layer
@@ -102,8 +102,10 @@ class FidelityReport(VerbReport):
     )
 
     def advice(self) -> str:
-        """Return advice on whether to use the measured cache or another one; return "" if the
-        measured cache does not merge layers."""
+        """Return advice on whether to use the measured KV cache or another one.
+
+        Return "" if no layers of the measured cache are merged, that is, share directions (unit
+        vectors) of keys or values."""
         if not self.codes:
             return ""
         kl, ratio = self.logits["kl"], self.memory["ratio"]
@@ -122,10 +124,10 @@ class FidelityReport(VerbReport):
         """Return the `start_layer` and `end_layer` with which merging `count` consecutive pairs of
         layers costs least.
 
-        The cost is the sum of the pairs' errors. The error of a pair is the error of a cache that
-        merges only this pair. Return None if the errors of single pairs were not measured. The
-        reason may be that `each_pair` was not passed, or that the measured cache merges no layers.
-        Also return None if fewer than `count` consecutive pairs exist.
+        The cost is the sum of the pairs' errors. The error of a pair is the KL divergence (`kl` in
+        `pairs`) with a cache that merges only this pair. Return None if the errors of single pairs
+        were not measured. The reason may be that `each_pair` was not passed, or that the measured
+        cache merges no layers. Also return None if fewer than `count` consecutive pairs exist.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []
@@ -227,10 +229,11 @@ def fidelity_report(
         model: a causal language model of transformers. It runs eagerly, without gradients, in eval
             mode, and its mode is restored afterwards.
         inputs: token ids (batch, tokens), or a mapping with `input_ids` and, if prompts are
-            padded on the left, `attention_mask`; or a list of these. Use long inputs, because the
-            last `recent` tokens are exact in every cache.
-        bits: as in `KVCache`.
-        merge: as in `KVCache`.
+            padded on the left, `attention_mask`; or a list of these. Use long inputs, because
+            every `KVCache` keeps at least the latest `recent` tokens exact, by default 128.
+        bits: the bits per element of stored keys and values, as in `KVCache`.
+        merge: how pairs of layers share directions (unit vectors) of keys and values, or None, as
+            in `KVCache`.
         steps: the number of tokens at the end of an input whose predictions are compared, at least
             2.
         each_pair: also measure, for each pair of layers that can be merged, a cache that merges
@@ -349,8 +352,9 @@ class _Other(NamedTuple):
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return the `merge` setting of this cache: a setting that merges the values of all layers,
-        or None.
+        """Return this cache's setting `merge`, which is None without `values_merged`.
+
+        With `values_merged`, pairs of layers, from the first layer on, merge only their values.
         """
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
@@ -369,8 +373,9 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return as text the settings of one of the other caches (an entry of the report's `codes`),
-    with which the measured cache is compared.
+    """Return as text an entry of the report's `codes`: the settings and results of one cache.
+
+    The report compares the measured cache with the caches in `codes`.
     """
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""

@@ -1,4 +1,4 @@
-"""Hooks through which `memeff_compile.compile` makes a model's `generate()` use KV caches."""
+"""Hooks through which `memeff_compile.compile` makes a model's `generate()` use `KVCache`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from memeff_compile.system import Hooks, Request, Undone
 class CacheHooks(Hooks):
     """Hooks that make a model's `generate()` use this package's KV caches.
 
-    The hooks also compile the model in place so that caches of any length share the same graphs."""
+    The hooks also compile the model in place so that caches of any length use the same compiled
+    graphs."""
 
     def wants(self, request: Request) -> bool:
         return request.kv_cache is not None

@@ -159,13 +159,15 @@ class KVCache(Cache):
     def merged(self) -> list[dict[str, Any]]:
         """Return one dictionary per pair of merged layers.
 
-        Merged layers share directions of older tokens' keys and values. The call makes the CPU
-        wait for the device, because the numbers in the dictionaries are stored on the device.
+        For older tokens, two merged layers share directions (unit vectors) of values, and of keys
+        unless `values_only` is set. Each layer has its own lengths of the vectors. The call makes
+        the CPU wait for the device, because the device stores the numbers in the dictionaries.
 
         Each dictionary has these keys:
 
         - `layers`: the numbers of the pair's two layers;
-        - `merged`: the number of merged tokens;
+        - `merged`: the number of tokens in the groups that were merged, including tokens of these
+          groups that stayed unmerged;
         - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not
           counting a sequence's first `keep_first` tokens, which always stay exact;
         - `left_over`: the mean number of tokens per sequence and head that did not fit into the
@@ -205,8 +207,8 @@ class KVCache(Cache):
         """Remove the last n tokens of every layer if the argument is -n; a positive argument is an
         error.
 
-        If a layer cannot remove that many tokens, or has a sliding window, raise
-        UnsupportedInputError and remove no token.
+        If a layer cannot remove that many tokens, raise UnsupportedInputError and remove no token.
+        For example, a sliding-window layer cannot restore tokens that the layer has dropped.
         """
         remove = remaining(tokens_to_remove)
         if remove == 0:
@@ -359,8 +361,9 @@ _MOST_NAMED = 8
 
 
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
-    """Return the tensors of a layer of any class; if several layers share tensors, return these
-    tensors for only one of the layers.
+    """Return the tensors of a cache layer of any class, with their owners and attribute names.
+
+    Tensors that two merged layers share are returned only for the lower (earlier) layer.
     """
     if isinstance(layer, InPlace):
         return list(layer.tensors())
@@ -669,7 +672,7 @@ _COMPILED_STEP = "_compiled_call"
 def use_kv_cache_(
     model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Undo:
-    """Make every later `model.generate(...)` use a `KVCache`, also inside pipelines.
+    """Make every later `model.generate(...)` use this package's `KVCache`, also inside pipelines.
 
     A `generate` call to which you pass a cache, or `use_cache=False`, is not affected. Cache
     lengths are rounded up to a few sizes, and a cache that generate() does not return is reused in
@@ -679,10 +682,10 @@ def use_kv_cache_(
 
     Args:
         model: a transformers model that generates; it may have PEFT adapters or be compiled.
-        bits: the number of bits, as for `KVCache`.
+        bits: the bits per element of stored keys and values, as for `KVCache`; 16 is exact.
         max_cache_len: the largest number of tokens that fit into a cache; by default the number
             that each call needs, rounded up.
-        settings: further settings, as for `KVCache`.
+        settings: further settings of `KVCache`, such as `recent`.
 
     Returns:
         An object that reverts the setting: call it, or use it in a `with` statement. Printing this

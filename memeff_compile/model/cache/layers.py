@@ -64,7 +64,7 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return how many tokens `crop` must remove, given the argument of `crop`."""
+    """Return n, the number of tokens that `crop(-n)` removes; a positive argument is an error."""
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -184,7 +184,9 @@ class InPlace(CacheLayerMixin):
         layer can remove them."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; as in transformers, a negative argument -n removes n tokens."""
+        """Remove the last n tokens if the argument is -n, as in transformers.
+
+        A positive argument raises a ValueError."""
         remove = remaining(tokens_to_remove)
         why = self.keeps(remove)
         if why is not None:
@@ -342,7 +344,7 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write tokens to all positions of the memory in one index_copy_, as exact layers do.
+        """Write keys and values to the layer's whole memory by `index_copy_`, as `ExactLayer` does.
 
         With copy_ instead, the prompt's keys and values of all layers would stay in memory
         together. The peak of the GPU's memory would then be higher.
@@ -353,8 +355,8 @@ class WindowLayer(AsTheyCome):
 
     @property
     def kept(self) -> int:
-        """Return how many tokens remain when the window's tokens are copied to the front of the
-        layer's memory.
+        """Return how many tokens remain when the sliding window's tokens are copied to the front of
+        the layer's memory.
 
         The remaining tokens are those to which the next token attends.
         """
@@ -365,8 +367,8 @@ class WindowLayer(AsTheyCome):
         return self.keys.index_select(2, places), self.values.index_select(2, places)
 
     def make_room(self, new: int) -> None:
-        """Copy the window's tokens to the front of the memory if `new` more tokens do not fit
-        after the existing ones.
+        """Copy the sliding window's tokens to the front of the layer's memory if `new` more tokens
+        do not fit after the existing ones.
 
         This method runs before the compiled decoding step, so that the step only appends tokens.
         One compiled version of the step then works whether the memory is full or not.
@@ -381,7 +383,10 @@ class WindowLayer(AsTheyCome):
         self.filled = kept + _NONE
 
     def require_room(self, new: int) -> None:
-        """Raise an error if tokens do not fit into a cache that is not longer than the window."""
+        """Raise an error if `new` more tokens do not fit into a layer that drops no tokens.
+
+        A sliding-window layer drops no tokens if its memory holds the cache's `max_cache_len`
+        tokens."""
         there = self.total - _NONE
         if self.holds_all and there + new > self.max_cache_len:
             counted = f"{there} tokens and {new} more" if there else f"{new} tokens"
@@ -412,8 +417,8 @@ class WindowLayer(AsTheyCome):
     def keeps(self, remove: int) -> str | None:
         """Return the reason why the last `remove` tokens cannot be removed, or None.
 
-        After the removal, the window would again contain earlier tokens. The tokens cannot be
-        removed if the layer has already dropped such earlier tokens.
+        After the removal, the sliding window would again contain earlier tokens. The tokens cannot
+        be removed if the layer has already dropped such earlier tokens.
         """
         if self.total - _NONE == self.here or self.here - remove >= self.window - 1:
             return None
@@ -448,7 +453,7 @@ def room_of(window: int) -> int:
 
 
 class CodedLayer(InPlace):
-    """A low-bit layer, whose older tokens are stored as codes."""
+    """A cache layer that stores the keys and values of older tokens as low-bit codes."""
 
     buffers = "k_window", "v_window"
     held: Sequence[str] = op_folder.POOL[:8]
@@ -515,11 +520,10 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors, such as rotations, that align this layer with the layer that it is
-        merged with.
+        """Return the tensors, such as rotations, that make two merged layers' vectors similar.
 
-        These tensors are the last arguments of the cache ops. The result is empty if the layer has
-        no such tensors.
+        Two merged layers share directions (unit vectors) of keys or values. The tensors are the
+        last arguments of the cache ops. The result is empty if the layer has no such tensors.
         """
         return ()
 
@@ -577,11 +581,11 @@ class CodedLayer(InPlace):
 
 class Starts:
     """The position at which each sequence starts (after its padding), and the positions of its
-    first `keep_first` tokens, which stay exact. All layers of a cache share one `Starts`."""
+    first `keep_first` tokens, which stay unquantised. All layers of a cache share one `Starts`."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
-        self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
+        self.span: Tensor  # no elements: (0, 0, tokens that a layer can hold)
         self._shape: tuple[int, ...] = ()
         if attention_mask is not None and attention_mask.dim() != 2:
             refuse(
@@ -604,12 +608,13 @@ class Starts:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], tokens: int, device: torch.device) -> None:
-        """Allocate the tensor with the positions of each sequence's first tokens, which stay exact.
+        """Allocate the tensor with the positions of each sequence's first `keep_first` tokens.
 
-        `shape` is the shape of this tensor. If the tensor already exists with this shape, the
-        method does nothing. If it exists with another shape, the method raises an error. `tokens`
-        is the number of tokens that a layer can hold. This number is the size of the empty tensor
-        `span`, which the method also allocates.
+        These first tokens stay unquantised. `shape` is the shape of this tensor. If the tensor
+        already exists with this shape, the method does nothing. If it exists with another shape,
+        the method raises an error. `tokens` is the number of tokens that a layer can hold. The
+        method also creates `span`, a tensor without elements whose shape, (0, 0, `tokens`),
+        contains this number.
         """
         if self._shape == shape:
             return
@@ -625,7 +630,7 @@ class Starts:
 
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return, for each sequence, the positions of its first `keep_first` tokens, which stay
-        exact."""
+        unquantised."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 

@@ -1,13 +1,15 @@
 """The merged layers of a KVCache.
 
-The two layers of a pair store, per token and head, one common direction of their keys and one of
-their values. Each layer also stores the lengths of its own keys and values, per token and head.
+The two layers of a pair, the lower (earlier) and the upper one, are merged. Per token and head,
+they store one common direction (unit vector) of their keys and one of their values. Each layer also
+stores the lengths of its own keys and values. A group of `group` tokens is merged once at least
+`recent` later tokens exist (both are settings of `KVCache`).
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So the tokens wait in the lower layer:
 
-- One appended token: the lower layer stores it exactly. When the upper layer gets the same token,
-  the upper layer merges the groups of tokens that are now complete.
+- One appended token: the lower layer stores its key and value exactly. When the upper layer gets
+  the same token, the upper layer merges every group that is now old enough.
 - Several appended tokens: the lower layer keeps them aside until the upper layer's tokens arrive.
 
 Other layers, with a sliding window, may run between the two layers of a pair. Such layers are not
@@ -29,9 +31,11 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that the two layers of a pair share.
+    """The state that two merged layers share, such as directions (unit vectors) of keys and values.
 
-    The state includes those tokens of the lower layer that wait until the upper layer gets them."""
+    New keys and values of the lower (earlier) layer may wait in this state. They wait until the
+    upper layer gets the same tokens. The upper layer then writes both layers' keys and values.
+    """
 
     def __init__(
         self,
@@ -47,41 +51,48 @@ class Pair:
         self.config = config
         self.angles: Tensor | None = None
         self.shape: tuple[int, ...] | None = None
-        self.span: Tensor  # an empty tensor whose size is the number of tokens it can hold
+        self.span: Tensor  # no elements: (0, 0, tokens that a layer can hold)
         # turns and slots from a report, (heads, 2, depth, depth) and (heads,), if there are any
         self.common = merge.common(numbers) if self.is_aligned else None
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they are allocated, and the tensors (maps) that align the
-        two layers.
+        """Yield the tensors that the two merged layers share, once they are allocated.
+
+        If the layers are aligned, the result includes the maps, which make the two layers' keys
+        and values similar before the merge.
         """
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return the shared tensors in the order in which the cache ops take them as arguments."""
+        """Return two merged layers' shared tensors in the order of the cache ops' arguments.
+
+        The tensors include the common directions (unit vectors) of keys and values."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
-        """Return the tensors that align the two layers, in the order of the cache ops' arguments.
+        """Return the maps, tensors that make the two merged layers' keys and values similar.
 
-        The list is empty if the layers are not aligned.
+        The order is that of the cache ops' arguments. The list is empty if the layers are not
+        aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def find_angles(self, depth: int, device: torch.device) -> None:
-        """Find the angles of the keys' rotary embedding, without which the rotations that align the
-        layers cannot be computed."""
+        """Find the angles of the keys' rotary embedding, or None if the config does not tell them.
+
+        With known angles, the rotations that make two layers' keys similar are fitted to later
+        positions too."""
         found = None if self.config is None else angles_of(self.config, depth)
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
         """Return the error message for an interrupted forward pass.
 
-        After such a pass, the lower layer has tokens that the upper layer never got.
+        After such a pass, the lower of two merged layers has tokens that the upper one never got.
         """
         lower, upper = self.numbers
         return (
@@ -91,9 +102,9 @@ class Pair:
         )
 
     def kept(self) -> dict[str, float]:
-        """Return two numbers of tokens per sequence and head.
+        """Return two mean numbers of tokens per sequence and head.
 
-        `kept` is the number of unmerged tokens, not counting a sequence's first `keep_first`
+        `kept` is the number of unmerged older tokens, not counting a sequence's first `keep_first`
         tokens, which always stay exact. `left_over` is the number of tokens that were merged only
         because they did not fit into the memory for unmerged tokens."""
         held: Any = self
@@ -102,8 +113,10 @@ class Pair:
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens; `starts`, (B, H), contains the position of each sequence's first
-        token.
+        """Remove all tokens from the state that two merged layers share, and reset the maps.
+
+        The maps make the two layers' keys and values similar. Only aligned layers have maps.
+        `starts`, (B, H), contains the position of each sequence's first token.
         """
         self.parked = None
         held: Any = self
@@ -144,34 +157,38 @@ class MergedLayer(CodedLayer):
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors with one entry per sequence; the lower layer also yields the shared
-        tensors."""
+        """Yield this layer's tensors with one entry per sequence.
+
+        The lower (earlier) of two merged layers also yields the tensors that both layers share."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
         yield from super().tensors()
 
     def own(self) -> list[Tensor]:
-        """Return the tensors of this layer that the pair does not share, in the order in which the
-        cache ops take them as arguments."""
+        """Return this layer's own tensors in the order of the cache ops' arguments.
+
+        The other of the two merged layers does not share these tensors."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors in the order in which the ops that read the cache take them.
+        """Return own and shared tensors of this layer in the order of two cache ops' arguments.
 
         One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return this layer's alignment tensors, as the ops that read the cache take them.
+        """Return the maps of this layer, tensors that make two merged layers' vectors similar.
 
-        One op converts the cache's codes back to keys and values, another computes attention. The
-        result is empty if the layers are not aligned."""
+        The ops that read the cache take the maps. One op converts the cache's codes back to keys
+        and values, another computes attention. The result is empty if the layers are not aligned.
+        """
         held = self.pair.maps()
         return tuple(held[1:] if self.is_upper else held[:1])
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's tensors; for the first layer of a pair, also allocate the shared
-        tensors."""
+        """Allocate this layer's own tensors.
+
+        The first of two merged layers also allocates the tensors that both layers share."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
@@ -189,7 +206,7 @@ class MergedLayer(CodedLayer):
         self.span = self.pair.span
 
     def _require_alike(self, shape: tuple[int, ...]) -> None:
-        """Raise an error if the other layer of the pair has keys of another shape."""
+        """Raise an error if the two merged layers' keys differ in shape, (batch, heads, depth)."""
         if self.pair.shape != shape:
             first, second = self.pair.numbers
             refuse(
@@ -199,8 +216,11 @@ class MergedLayer(CodedLayer):
             )
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Raise an error if the report passed as `MiniCache(fidelity=...)` belongs to another
-        model; otherwise move the report's rotations to the device."""
+        """Raise an error if the rotations of the fidelity report do not fit this model.
+
+        The report, passed as `MiniCache(fidelity=...)`, is a result of `fidelity_report`. Rotations
+        that fit are moved to the device. The rotations turn the upper layer's vectors towards those
+        of the lower layer."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -224,21 +244,22 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise an error if tokens do not match the cache, or if the two layers have different
-        tokens.
+        """Raise an error if new keys and values do not match the cache, for example in their dtype.
 
-        The layers have different tokens after an interrupted forward pass."""
+        Also raise an error if the two merged layers have different tokens. The layers have
+        different tokens after an interrupted forward pass."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens. The upper layer of a pair then merges both layers' keys and values of
-        each complete group of tokens.
+        """Write the keys and values of new tokens, and merge those of older tokens.
 
-        The lower layer adds a single new token to its exact tokens. The lower layer keeps several
-        new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
-        new tokens and those that the lower layer kept aside."""
+        The lower of two merged layers runs first. The lower layer stores a single new token
+        exactly. The lower layer keeps several new tokens aside until the upper layer gets the same
+        tokens. The upper layer writes its own new tokens and those that the lower layer kept aside.
+        The upper layer then merges both layers' keys and values in groups. A group of `group`
+        tokens is merged once `recent` later tokens exist (settings of `KVCache`)."""
         if not self.is_upper:
             self._write_lower(key_states, value_states)
             return
@@ -255,9 +276,9 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Add a single new token to the lower layer's exact tokens, or keep several tokens aside.
+        """Store a single new token of the lower layer exactly, or keep several tokens aside.
 
-        Tokens stay aside until the upper layer gets the same tokens."""
+        Tokens stay aside until the upper of the two merged layers gets the same tokens."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return
@@ -265,8 +286,8 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_lower(*held, key_states, value_states, self.room)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values as plain tensors. The result includes tokens that the lower
-        layer keeps aside until the upper layer gets the same tokens.
+        """Return all keys and values as plain tensors. The result includes tokens that the lower of
+        two merged layers keeps aside until the upper layer gets the same tokens.
 
         If the tokens that are kept aside do not fit into the cache, the result contains nan instead
         of their keys and values.
@@ -298,7 +319,8 @@ class MergedLayer(CodedLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Delete the tensors that align the layers, so that they are computed again from the next
-        tokens."""
+        """Reset the state that two merged layers share.
+
+        If the layers are aligned, the maps that align the layers are fitted to the next tokens."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

@@ -1,8 +1,9 @@
 """The layers of a KVCache that merge only values.
 
-The two layers of a pair store common directions for their values, and each layer stores its own
-keys. Keys of two layers differ more than values do, and an error in a key changes the attention
-scores of all queries. So merging only values loses much less accuracy than merging keys and values.
+Two merged layers store, per token and head, one common direction (unit vector) of their values.
+Each layer has its own keys and its own lengths of values. Keys of two layers differ more than
+values do, and an error in a key changes the attention scores of all queries. So merging only values
+loses much less accuracy than merging keys and values.
 """
 
 from __future__ import annotations
@@ -18,32 +19,38 @@ from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 
 
 class ValuesPair(Pair):
-    """The values that the two layers of a pair share.
+    """The state of two layers that share the directions (unit vectors) of their values.
 
-    The pair also has those tokens of the lower layer that wait until the upper layer gets them."""
+    New keys and values of the lower (earlier) layer may wait in this state. They wait until the
+    upper layer gets the same tokens. The upper layer then writes both layers' keys and values.
+    """
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the shared tensors, once they exist, and the tensors (maps) that align the two
-        layers' values.
+        """Yield the tensors that the two merged layers share, once they exist.
+
+        The tensors include the maps, which make the two layers' values similar before the merge.
         """
         if self.shape is not None:
             for name in (*op_folder.SHARED_VALUES, *op_folder.MAPS):
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return the shared tensors in the order in which the cache ops take them as arguments."""
+        """Return two merged layers' shared tensors in the order of the cache ops' arguments.
+
+        The tensors contain the common directions (unit vectors) and the lengths of values."""
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
-        """Return counts of unmerged tokens: zeros, because this cache merges all encoded tokens."""
+        """Return counts of unmerged tokens: zeros, because all encoded values are merged."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove the tokens that wait for the upper layer, and reset the tensors that align layers.
+        """Remove the lower layer's tokens that the upper layer did not get, and reset the maps.
 
-        The rotations and the pairing of the two layers' heads are copied from the report passed as
+        The maps make the two merged layers' values similar. The rotations of the upper layer's
+        values and the pairing of the layers' heads are copied from the report passed as
         `MiniCache(fidelity=...)`. Without a report, they become the identity. The layers' mean
-        values, which are subtracted before the merge, become zero.
+        values, which are subtracted before the merge, become zero. `starts` has no effect.
         """
         self.parked = None
         maps = self.maps()
@@ -61,12 +68,13 @@ class ValuesLayer(MergedLayer):
     long = "span", "k_codes", "k_scales"
 
     def own(self) -> list[Tensor]:
-        """Return the tensors of this layer that the pair does not share, in the order in which the
-        cache ops take them as arguments."""
+        """Return this layer's own tensors, such as keys, in the order of the cache ops' arguments.
+
+        The other of the two merged layers does not share these tensors."""
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors in the order in which the ops that read the cache take them.
+        """Return own and shared tensors of this layer in the order of two cache ops' arguments.
 
         One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
@@ -76,8 +84,9 @@ class ValuesLayer(MergedLayer):
         return None, pair.norms if self.is_upper else None
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's tensors; for the first layer of a pair, also allocate the shared
-        tensors."""
+        """Allocate this layer's own tensors.
+
+        The first of two merged layers also allocates the tensors that both layers share."""
         shared, own = op_folder.shapes_of_values(layout, batch, heads, self.max_cache_len)
         places = (batch, heads, layout.kept)
         self.starts.allocate(places, self.max_cache_len, self.device)
@@ -93,12 +102,13 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens. The upper layer of a pair then encodes both layers' keys, and merges
-        both layers' values, for each complete group of tokens.
+        """Write the keys and values of new tokens; encode older keys, and merge older values.
 
-        The lower layer adds a single new token to its exact tokens. The lower layer keeps several
-        new tokens aside until the upper layer gets the same tokens. The upper layer writes its own
-        new tokens and those that the lower layer kept aside.
+        The lower of two merged layers runs first. The lower layer stores a single new token
+        exactly. The lower layer keeps several new tokens aside until the upper layer gets the same
+        tokens. The upper layer writes its own new tokens and those that the lower layer kept aside.
+        The upper layer then encodes both layers' keys and merges their values in groups. A group of
+        `group` tokens is merged once `recent` later tokens exist (settings of `KVCache`).
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

@@ -1,7 +1,7 @@
 """The settings for merging layers of a KV cache.
 
-The settings determine which layers share the directions of their keys and values, and how a shared
-direction is computed.
+The settings determine which layers share the directions (unit vectors) of their keys and values,
+and how a shared direction is computed.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -46,18 +46,18 @@ class Measured(Protocol):
         """Return a dictionary for each pair of layers.
 
         The dictionary contains the numbers of the `layers`, and the `mean` cosine between their
-        keys and between their values. The entry `aligned` contains the mean cosines after the
-        layers are aligned.
+        keys and between their values. The entry `aligned` contains the mean cosines after means
+        are subtracted, heads are matched, and the upper layer's vectors are rotated.
         """
 
     @property
     def maps(self) -> Mapping[tuple[int, int], tuple[Tensor, Tensor]]:
-        """Return the tensors (maps) that align the two layers of each pair.
+        """Return the tensors (maps) that make keys and values of each pair's two layers similar.
 
         These tensors are fitted to the inputs on which the similarity of layers was measured. A
         pair has two tensors:
 
-        - (H, 2, D, D): the rotations of keys and values;
+        - (H, 2, D, D): the rotations of the upper layer's keys and values;
         - (H,): the lower layer's head for each head of the upper layer.
         """
 
@@ -66,9 +66,11 @@ class Measured(Protocol):
 class MiniCache:
     """The settings with which a `KVCache` merges pairs of layers.
 
-    `fidelity_report` measures how much accuracy the merge costs. Two layers form a pair if they
-    are consecutive among the layers that attend to all tokens. A layer with a sliding window that
-    lies between the two layers stays exact.
+    For each merged token, the two layers of a pair share one direction (unit vector) of their keys
+    and one of their values. With `values_only`, they share only the direction of their values.
+    `fidelity_report` measures how much accuracy the merge costs. Two layers form a pair if they are
+    consecutive among the layers that attend to all tokens. A layer with a sliding window that lies
+    between the two layers stays exact.
 
     Args:
         start_layer: layers before this one are not merged; by default, this is the middle layer.
@@ -79,11 +81,11 @@ class MiniCache:
         align: `heads` takes three steps before the merge. Each layer's mean is subtracted from
             its keys and values. The heads of the two layers are paired. The upper layer's vectors
             are rotated towards the lower layer's. The rotations are fitted to the first tokens that
-            the cache gets. `none` merges the layers as the paper does: without subtracting means,
-            without pairing heads, and without rotating vectors.
-        rule: how one direction is computed from two. `slerp` takes a point on the arc between
-            them, and `average` their weighted mean. `max_norm` takes the direction of the
-            longer vector.
+            the cache gets. `none` merges the layers as the MiniCache paper does: without
+            subtracting means, without pairing heads, and without rotating vectors.
+        rule: how the shared direction is computed from the directions of the two layers' vectors.
+            `slerp` takes a point on the arc between these two directions, and `average` their
+            weighted mean. `max_norm` takes the direction of the longer vector.
         t: the position on the arc for `slerp`, or the weight of the upper layer for `average`.
             The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
             default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
@@ -101,7 +103,7 @@ class MiniCache:
         scale: the length that a merged vector gets. `norm` restores the vector's original length.
             `projection` uses the length at which the merged vector is closest to the original
             vector.
-        values_only: merge only values. Each layer then stores codes of its own keys. With
+        values_only: merge only values. Each layer then stores low-bit codes of its own keys. With
             `values_only`, only the values of the first tokens and of the latest tokens stay
             unmerged. `gamma`, `retained` and `reading` then have no effect.
         fidelity: the result of `fidelity_report` for the model. Without a fidelity report, creating
@@ -163,21 +165,24 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return `t`, or the default of `t`, which depends on whether aligned keys and values are
-        merged.
+        """Return `t` or its default: where a shared direction lies between two layers' directions.
+
+        The default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
         """
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the rotations and the assignment of heads that the report contains for a pair of
-        layers, or None if there is no report."""
+        """Return the rotations and the matching heads that the fidelity report has for two layers.
+
+        Return None without a report (`fidelity`), or if the report has no entry for the layers."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged tokens fit into a cache with a length of `tokens`.
+        """Return how many unmerged older tokens fit into a cache with a length of `tokens`.
 
-        With the default settings, 328 fit into a cache with a length of 32768.
+        Two merged layers store the vectors of an unmerged token separately. With the default
+        settings, 328 unmerged tokens fit into a cache with a length of 32768.
         """
         return math.ceil(self.retained * tokens)
 
@@ -193,7 +198,7 @@ _EXPECTED = {
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Raise an error if the layers to merge are not similar.
+    """Raise an error if the keys or values to merge are not similar in the two layers of a pair.
 
     If their similarity was not measured, warn the user. If in this case the cache would merge the
     keys of layers that are not adjacent, raise an error.

@@ -29,9 +29,10 @@ _TOKENS = 2
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The activation function of a gated MLP, or the reason why no function can be replaced.
+    """The activation function of a gated MLP, which the squared ReLU can replace.
 
-    The function was found by running the MLP's forward with stand-in layers.
+    If no function can be replaced, `why` has the reason. The function was found by running the
+    MLP's forward with stand-in layers.
     """
 
     path: str
@@ -82,7 +83,7 @@ class _Notes(nn.Module):
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
     """Find the activation function of a module that may be a gated MLP.
 
-    If no activation function can be replaced, the field `why` of the result gives the reason.
+    If the squared ReLU can replace no function, the field `why` of the result gives the reason.
     `roles` gives the role of each child: "gate or up", or "down".
     """
     kind = type(module).__name__
@@ -188,7 +189,7 @@ def require_activation(name: str | None) -> None:
 
 
 def require_gated(mlps: list[GatedMLP]) -> None:
-    """Raise OptionError unless each MLP has an activation function that can be replaced."""
+    """Raise OptionError unless the squared ReLU can replace each MLP's activation function."""
     if not mlps:
         raise OptionError(
             "activation='relu2' replaces the activation of gated MLPs, and none of the linears "

@@ -63,8 +63,8 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     weights. So rotate a large model before you move it to a GPU.
 
     A tied output projection gets a weight of its own, because the weight of the final norm is
-    multiplied into it. `config.tie_word_embeddings` becomes False. `undo` cannot restore the
-    weights.
+    multiplied into it. `config.tie_word_embeddings` becomes False. `memeff_compile.undo`
+    cannot restore the weights from before the rotation.
 
     Args:
         model: A causal language model with floating point weights.

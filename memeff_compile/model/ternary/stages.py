@@ -27,19 +27,23 @@ class TernaryStages:
     """The two training stages of BitNet a4.8.
 
     In the first stage, which is most of the training, linear layers quantise their inputs to 8
-    bits. In the second stage, the recipe `second` applies, by default "a4.8". The optimizer state
-    remains valid, because the parameters remain the same objects. The switch to the second stage
-    changes an attribute of each linear layer, so a compiled model is compiled once more.
+    bits. In the second stage, the layers follow the recipe `second`, by default "a4.8". The
+    optimizer state remains valid, because the parameters remain the same objects. The switch to the
+    second stage changes an attribute of each linear layer, so a compiled model is compiled once
+    more.
 
     Args:
         model: A model that `ternarize_` can change, or has already changed.
         steps: The number of steps of the whole training.
         share: The fraction of steps in the first stage; in the paper 95 of 100 billion tokens.
         second: The recipe of the second stage.
-        kinds, skip: As in `ternarize_`; `kinds` applies to the second stage, `skip` to both
-            stages.
-        activation: As in `ternarize_`, for both stages; the paper uses "relu2".
-        low_bit_heads: As in `ternarize_`, for the second stage.
+        kinds: Patterns of module paths, with input formats that override the recipe `second`; as
+            in `ternarize_`.
+        skip: Patterns for paths of modules that stay dense in both stages; as in `ternarize_`.
+        activation: The activation function of gated MLPs in both stages; as in `ternarize_`. The
+            paper uses "relu2".
+        low_bit_heads: The bits of keys and values in attention, for the second stage; as in
+            `ternarize_`.
         optimizer: The optimizer whose learning rate and weight decay change at the switch, in every
             parameter group.
         scheduler: The scheduler of the optimizer's learning rate, if there is one. The scheduler's
@@ -96,12 +100,12 @@ class TernaryStages:
 
     @property
     def stage(self) -> int:
-        """Return the training stage, 1 or 2, to which the next training step belongs."""
+        """Return the stage of BitNet a4.8, 1 or 2, to which the next training step belongs."""
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:
-        """Count a training step; after the last step of the first stage, switch to the second
-        stage."""
+        """Count a training step; after the last step of the first training stage (8-bit inputs of
+        linear layers), switch to the second stage (the recipe `second`)."""
         self.done += 1
         self._switch_if_due()
 
@@ -138,8 +142,9 @@ class TernaryStages:
             log.info("second stage of ternary training after %d steps", self.done)
 
     def _set_optimizer(self) -> None:
-        """Set the stage's learning rate and weight decay in parameter groups and schedulers, unless
-        they are already set."""
+        """Set the current training stage's learning rate and weight decay, unless already set.
+
+        The method changes the optimizer's parameter groups and the schedulers' base rates."""
         is_second = self.stage == 2
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             if (_MARK in group) == is_second:

@@ -219,8 +219,10 @@ def _mlps(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> list[Gated
 
 
 def _use_heads(model: nn.Module, low_bit_heads: int | Mapping[str, int] | None) -> str:
-    """Make attention round queries, keys and values with the given settings; return a sentence for
-    the report.
+    """Make attention round queries, keys and values; return a sentence for `ternarize_`'s report.
+
+    `low_bit_heads` is the number of bits of keys and values, or settings of `use_low_bit_heads_`.
+    If `low_bit_heads` is None, attention stays unchanged and the sentence is "".
     """
     if low_bit_heads is None:
         return ""

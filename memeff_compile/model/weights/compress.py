@@ -185,7 +185,10 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _line(weights: Sequence[CompressedWeight]) -> str:
-    """Return the line for a group of weights that have the same text in the report."""
+    """Return one line of the compression report, for one weight or several similar weights.
+
+    Weights share a line if their shapes and results are equal and their names differ only in
+    numbers. In the text of `details`, each weight has its own line."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
