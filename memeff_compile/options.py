@@ -669,9 +669,9 @@ class Options:
     def _take_preset(self) -> None:
         """Take the preset's value for each option that the user did not set.
 
-        If the user set `linear_cross_entropy`, this value also sets the default of the option
-        `linear_cross_entropy.sort_vocabulary`. The default is then true for a gradient filter,
-        which drops small parts of the loss's gradients, and otherwise false.
+        If the user set `linear_cross_entropy`, the user's value determines the default of the
+        option `linear_cross_entropy.sort_vocabulary`. The default is then true for a gradient
+        filter, which drops small parts of the loss's gradients, and otherwise false.
         """
         info = _by_field()["preset"]
         info.check(info.key, self.preset)

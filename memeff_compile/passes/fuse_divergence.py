@@ -70,7 +70,7 @@ class FuseDivergence(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
         """Yield every divergence of an output projection's softmax, and every gather that reads
-        several classes per row from the softmax or the logits.
+        several classes per row from the softmax, the log-softmax or the logits.
 
         Also yield a Decline for each `kl_div` that the pass cannot read.
         """

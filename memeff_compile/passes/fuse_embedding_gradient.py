@@ -172,8 +172,8 @@ class FuseEmbeddingGradient(GraphPass):
 
         If output projections use the table as their weight, the op is memeff::embedding_tied, which
         also returns the table. Each following lookup takes the table that the previous op returned.
-        The output projections then read the table that the last op returns. Otherwise the op is
-        memeff::embedding.
+        The output projections then read the table that the last op returns. Without such output
+        projections, the op is memeff::embedding.
         """
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}

@@ -123,11 +123,12 @@ def _activation(call: Call) -> str:
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
     """Return whether the backward pass of memeff::gated_linear could write to the memory of gate
-    and up, the factors of its input `act(gate) * up`.
+    and up.
 
-    The activation checkpoint must recompute gate and up by ops that do not save their results. Gate
-    and up must not share memory, and must have the dtype of the linear layer's result. `_unserved`
-    checks that no other node reads them."""
+    The input of the linear layer is `act(gate) * up`. The result of the linear layer must require a
+    gradient. The activation checkpoint must recompute gate and up by ops that do not save their
+    results. Gate and up must not share memory, and must have the dtype of the linear layer's
+    result. `_unserved` checks that no other node reads gate and up."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False

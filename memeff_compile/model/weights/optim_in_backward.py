@@ -414,7 +414,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
-        """Register again the hooks that update the weights, if moving the model has removed them.
+        """Register again the hooks that update the weights, if moving the model to a device has
+        removed them.
 
         The Trainer calls this method at each step.
         """

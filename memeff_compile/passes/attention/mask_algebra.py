@@ -352,8 +352,8 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to each part of the formula `scalar`, and return the simplified result.
 
-    A part is a subformula, a sum of indices (`Linear`), a tensor's element (`Read`), or an index of
-    this element."""
+    A part is a subformula, a sum (`Linear`) of axis indices and tensor elements, one such element
+    (`Read`), or an index of this element."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))

@@ -59,8 +59,8 @@ class Form:
 
     @property
     def reads_data(self) -> bool:
-        """Return whether the mask depends on elements of a tensor, such as a padding flag per key,
-        sequence ids, or the filled length of a cache."""
+        """Return whether the mask depends on flags of keys or queries (such as padding), on ids
+        (such as sequence ids), or on a length that a tensor contains."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property

@@ -810,8 +810,9 @@ def handed_over(node: Node) -> Value | None:
 def hand_over(info: GraphInfo) -> None:
     """Record formulas for the elements of the tensors that this graph partition returns.
 
-    Later partitions read masks by these formulas. Formulas of tensors to whose memory this
-    partition may write are dropped. If recording fails, all formulas are dropped.
+    DDP splits a graph into partitions. Later partitions use the formulas to read masks. Formulas of
+    tensors to whose memory this partition may write are dropped. If recording fails, all formulas
+    are dropped.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

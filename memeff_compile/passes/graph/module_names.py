@@ -77,7 +77,7 @@ class ModuleNames:
     def _roots(self, path: str) -> Iterator[nn.Module]:
         """Yield the modules that may contain a given module.
 
-        These are all modules whose forward is running, and the first module on `path`. The path, in
+        These are the modules whose forward is running, and the first module on `path`. The path, in
         Dynamo's notation, is the expression by which code reaches the given module."""
         if self._running is None:
             self._running = compat.running_modules()
