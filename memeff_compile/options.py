@@ -5,7 +5,7 @@ with `memeff.` are the fields of `Options`; every other key is an Inductor confi
 on to Inductor. The command `python -m memeff_compile options --page` prints `docs/options.md` from
 these fields, so the page always agrees with the code.
 
-This module imports torch only when an Inductor key or a mode name must be looked up.
+This module imports torch only to look up an Inductor key, or a mode of `torch.compile`.
 """
 
 from __future__ import annotations
@@ -669,7 +669,9 @@ class Options:
     def _take_preset(self) -> None:
         """Take the preset's value for each option that the user did not set.
 
-        Options of the gradient filter are only set if the filter is on.
+        If the user set `linear_cross_entropy`, the user's value determines the default of the
+        option `linear_cross_entropy.sort_vocabulary`. The default is then true for a gradient
+        filter, which drops small parts of the loss's gradients, and otherwise false.
         """
         info = _by_field()["preset"]
         info.check(info.key, self.preset)
@@ -717,8 +719,10 @@ class Options:
                 )
 
     def _check_filter_knobs(self) -> None:
-        """Raise an error if an option of the gradient filter is set although the filter is off,
-        because the option would have no effect."""
+        """Raise OptionError if an option of a gradient filter is set, but would have no effect.
+
+        A gradient filter drops small parts of the loss's gradients. The value of
+        `linear_cross_entropy` may select no filter, or a filter that does not use the option."""
         owners = {"eps": FILTERS[1:], "tau": FILTERS[:1]}
         owners |= {"parts": FILTERS, "sort_vocabulary": FILTERS}
         for knob, modes in owners.items():
@@ -789,8 +793,9 @@ class Options:
         return any(fnmatchcase(module_path, pattern) for pattern in patterns)
 
     def inductor_patches(self) -> dict[str, Any]:
-        """Return the changes to Inductor's config that the mode makes, overridden by the Inductor
-        keys that the user set."""
+        """Return the changes to Inductor's config that the mode of `torch.compile` makes.
+
+        Inductor keys that the user set override these changes."""
         if self.mode is None:
             return dict(self.inductor)
         from memeff_compile import compat
@@ -868,7 +873,7 @@ class OptionFacts:
 
 
 def option_facts() -> tuple[OptionFacts, ...]:
-    """Return the facts about every option."""
+    """Return the key, possible values, default, meaning and an example of every option."""
     keys = {name: info.key for name, info in _by_field().items()}
     defaults = Options()
     return tuple(
@@ -885,7 +890,7 @@ def option_facts() -> tuple[OptionFacts, ...]:
 
 
 def facts_of(key: str) -> OptionFacts:
-    """Return the facts about an option; raise OptionError for an unknown key.
+    """Return an option's key, default, meaning and example; raise OptionError for an unknown key.
 
     The keyword of `compile` also works as a key: `verify_limit` for `memeff.verify.limit`.
     """

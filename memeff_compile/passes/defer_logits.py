@@ -3,14 +3,16 @@
 Deferred logits are computed when they are first read. Two passes use this module. The pass
 `fuse_linear_cross_entropy` uses the module for logits that a model returns together with its
 loss. The pass in this file uses the module for the logits of a training graph without a loss. User
-code then calls a loss function on the deferred logits outside of the graph. In this call, the fused
-op computes the loss (`memeff_compile/logits/outside_loss.py`).
+code then calls a loss function on the deferred logits outside of the graph. In this call, the op
+memeff::linear_cross_entropy computes the loss from the hidden states, without building the logits
+(`memeff_compile/logits/outside_loss.py`).
 
 A Hugging Face model returns its logits together with the loss. If the graph returned ordinary
-logits, they would stay in memory. Because they require a gradient, the backward pass would also add
-zeros of the same size to their gradient. So the rewritten graph returns the hidden states (N x D)
-instead, and the backend makes deferred logits from them. `out.logits` has the usual shape, dtype
-and gradient, but its values are computed only when code reads them.
+logits, they would stay in memory. Because the logits require a gradient, autograd would also create
+zeros of the same size. These zeros are the gradient of returned logits that no other loss reads.
+The backward pass would add the zeros to the gradient from the loss. So the rewritten graph returns
+the hidden states (N x D) instead, and the backend makes deferred logits from them. `out.logits` has
+the usual shape, dtype and gradient, but its values are computed only when code reads them.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h

@@ -18,7 +18,7 @@ values, become a single op. This op launches only one kernel if the input is one
 
 If another operation (such as an embedding or an explicit matrix product) reads a compressed weight,
 the weight is decoded before the operation. The result is correct, but the decoded weight takes
-memory. The report names the operation that reads the weight.
+memory. The compilation report (`last_report()`) names the operation that reads the weight.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class FuseDivergence(GraphPass):
     name = "fuse_divergence"
 
     def find(self, info: GraphInfo) -> Iterable[Divergence | Classes | Decline]:
-        """Yield every divergence of an output projection's softmax, and every gather of several
-        classes.
+        """Yield every divergence of an output projection's softmax, and every gather that reads
+        several classes per row from the softmax, the log-softmax or the logits.
 
         Also yield a Decline for each `kl_div` that the pass cannot read.
         """
@@ -370,8 +370,10 @@ def _operands(side: Side) -> list[Node]:
 
 
 def _values(info: GraphInfo, side: Side) -> tuple[Any, Any, Any]:
-    """Return example values of the fused op's operands for the student or the teacher: rows,
-    weight, bias."""
+    """Return example values of the fused op's operands for the student or the teacher: hidden
+    states, weight, bias.
+
+    If the logits already exist as a tensor, return the logits, None and None."""
     if side.chain is None:
         return info.value(side.logits), None, None
     head, dtype = side.chain.head, side.chain.head.compute_dtype
@@ -493,7 +495,10 @@ def _detached(info: GraphInfo, e: Editor, node: Node) -> Node:
 
 
 def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
-    """Insert the fused op's operands for the student or the teacher: rows, weight, bias."""
+    """Return the fused op's operands for the student or the teacher: hidden states, weight, bias.
+
+    Insert the nodes that compute the operands. If the logits already exist as a tensor, return the
+    logits, None and None."""
     if side.chain is None:
         assert side.logits is not None
         return [side.logits, None, None]

@@ -168,11 +168,12 @@ class FuseEmbeddingGradient(GraphPass):
         return [*match.lookups, *match.heads]
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
-        """Replace each lookup by the fused op.
+        """Replace each lookup in a table (an embedding's weight) by one op.
 
-        If output projections use the table as their weight, the op also returns the table. Each
-        following lookup takes the table that the previous op returned. The output projections then
-        read the table that the last op returns.
+        If output projections use the table as their weight, the op is memeff::embedding_tied, which
+        also returns the table. Each following lookup takes the table that the previous op returned.
+        The output projections then read the table that the last op returns. Without such output
+        projections, the op is memeff::embedding.
         """
         table, sources = match.weight, _sources(match.weight)
         parts: dict[Node, Node] = {}

@@ -66,7 +66,7 @@ class FuseGatedLinear(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
         """Yield every linear layer whose input is a gated product, `act(gate) * up`, if gate and up
-        are computed in the checkpoint body.
+        are computed inside the same activation checkpoint as the layer.
         """
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
@@ -122,8 +122,13 @@ def _activation(call: Call) -> str:
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:
-    """Return whether memeff::gated_linear would overwrite only tensors that the backward pass
-    recomputes for this op and that no other node reads."""
+    """Return whether the backward pass of memeff::gated_linear could write to the memory of gate
+    and up.
+
+    The input of the linear layer is `act(gate) * up`. The result of the linear layer must require a
+    gradient. The activation checkpoint must recompute gate and up by ops that do not save their
+    results. Gate and up must not share memory, and must have the dtype of the linear layer's
+    result. `_unserved` checks that no other node reads gate and up."""
     out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
     if out is None or gate is None or up is None:
         return False

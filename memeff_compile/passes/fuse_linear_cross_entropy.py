@@ -253,8 +253,8 @@ class FuseLinearCrossEntropy(GraphPass):
         return [match.head.node, *(t.node for t in match.tails)]
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
-        """Insert one call of the fused op for each set of losses with the same rows and targets,
-        then replace the losses' results.
+        """Insert one call of the fused op (such as memeff::linear_cross_entropy) for each set of
+        losses with the same rows (tokens) and targets, then replace the losses' results.
         """
         spellings: list[str] = []
         chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]

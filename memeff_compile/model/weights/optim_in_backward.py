@@ -72,13 +72,13 @@ than a launch takes on the host, and are updated one by one.
 
 
 class _Queue:
-    """A queue of new weight values, the oldest first, whose codes may not have fitted into memory.
+    """A queue of new values of compressed weights, the oldest first, which the CPU must check.
 
-    The codes of a new value are written to the memory of the old codes. The CPU does not know yet
-    whether the codes of the values in this queue fitted. If the codes of a value do not fit, the
-    GPU copies the value to a ring of spill buffers in CPU memory. The value is later encoded again
-    from this copy. The CPU can run ahead of the GPU by as many weights as the spill buffers can
-    hold.
+    The codes (the compressed form) of a new value are written to the memory of the weight's old
+    codes. The CPU does not know yet whether the codes of the values in this queue fitted. If the
+    codes of a value do not fit, the GPU copies the value to a ring of spill buffers in CPU memory.
+    The value is later encoded again from this copy. The CPU can run ahead of the GPU by as many
+    weights as the spill buffers can hold.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
@@ -109,9 +109,10 @@ class _Queue:
         return self._ring[start : start + count]
 
     def _free(self, count: int, size: int) -> int | None:
-        """Return the start of a free region of `count` elements in the ring, or None.
+        """Return the start of a free region of `count` elements in the ring buffer, or None.
 
-        The used region of the ring extends from its tail to its head.
+        The ring buffer has `size` elements in CPU memory. The used region of the ring buffer
+        extends from its tail to its head.
         """
         if not self._waiting:
             return 0
@@ -138,8 +139,8 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """If `announce` announced a weight's gradient, add the weight to those that one kernel
-        launch will update together.
+        """Add a weight to those that one kernel launch will update together, if `announce` selected
+        the weight; return whether the weight was added.
         """
         if id(weight) not in self._expected:
             return False
@@ -159,8 +160,8 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Update and encode all collected weights in one launch; if memory runs out, the weights
-        remain collected.
+        """Update and encode all collected weights in one kernel launch; if memory runs out, the
+        weights remain collected.
         """
         with self.lock:
             together = self._together
@@ -174,10 +175,10 @@ class _Queue:
                 self._head += count
 
     def add(self, value: Unsettled, count: int) -> None:
-        """Add a weight's new value to the queue.
+        """Add a compressed weight's new value to the queue of values that `settle` checks.
 
-        Before the backward pass ends, `settle` checks whether the codes of this value fitted into
-        the memory of the weight's old codes.
+        Before the backward pass ends, `settle` checks whether the codes (the compressed form) of
+        this value fitted into the memory of the weight's old codes.
         """
         if value.is_settled:
             return
@@ -187,10 +188,10 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the GPU, and check whether each queued value's codes fitted into the memory of
-        the weight's old codes.
+        """Wait for the GPU, and check all new values of compressed weights in this queue.
 
-        Encode each value again whose codes did not fit.
+        Encode each value again whose codes (the compressed form) did not fit into the memory of the
+        weight's old codes.
         """
         with self.lock:
             self._encode()
@@ -239,8 +240,8 @@ class _Update:
             self.held.data = self.held.data.new_empty(0)
 
     def _hold_itself(self) -> None:
-        """If the user has made the weight dense by a cast, let the optimizer update the dense
-        weight directly.
+        """If a cast by the user has made a compressed weight dense, let the optimizer update the
+        dense weight directly.
         """
         state = self.optimizer.state
         if self.held in state:
@@ -413,7 +414,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
-        """Register the hooks again if moving the model to a device has removed them.
+        """Register again the hooks that update the weights, if moving the model to a device has
+        removed them.
 
         The Trainer calls this method at each step.
         """
@@ -446,8 +448,10 @@ class BackwardOptimizer(VerbReport, Optimizer):
         return result
 
     def _update_by_hand(self) -> None:
-        """Update the weights whose gradients the user has set; raise an error for any other
-        gradient that still exists."""
+        """Update the weights whose gradients the user has set.
+
+        Raise MemeffError if a weight still has a gradient because the hook that updates the weight
+        is gone. Raise MemeffError, too, if a parameter of FSDP2 was replaced."""
         for update in self._updates:
             if update.shard is not None and not update.shard.holds(update.parameter):
                 raise MemeffError(
@@ -532,7 +536,8 @@ class BackwardOptimizer(VerbReport, Optimizer):
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
 
     def remove(self) -> None:
-        """Remove the hooks, so that the model's backward pass stores gradients again."""
+        """Remove the hooks that update the weights, so that the model's backward pass stores
+        gradients again."""
         self._queue.settle()
         for hook in self._hooks.values():
             hook.remove()

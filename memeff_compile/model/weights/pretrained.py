@@ -1,10 +1,11 @@
 """Save and load compressed models with transformers' save_pretrained and from_pretrained.
 
-The saved folder contains the usual files. config.json lists the compressed weights. The weight
-files contain each coded tensor of a weight as a plain tensor named `<name>.<part>`. This module is
-imported as soon as transformers loads its own quantizers, before transformers imports its model
-classes. Some modules of this package need torch. Those modules are imported here only when a
-compressed model is used.
+The saved folder contains the usual files. config.json lists the compressed weights. A compressed
+weight consists of several tensors, such as the codes and signs of its elements. The weight files
+contain each of these tensors as `<weight's name>.<tensor's name>`. This module is imported as soon
+as transformers loads its own quantizers, before transformers imports its model classes. Some
+modules of this package need torch. Those modules are imported here only when a compressed model is
+used.
 """
 
 from __future__ import annotations
@@ -151,8 +152,9 @@ class MemeffQuantizer(HfQuantizer):
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which transformers will load dense tensors; raise CodedWeightError if
-        the coded weights have another dtype.
+        """Return the dtype in which transformers will load the tensors that are not compressed.
+
+        Raise CodedWeightError if a compressed model was saved in another dtype.
         """
         given, saved = str(dtype).removeprefix("torch."), self.quantization_config.dtype
         if self.pre_quantized and saved is not None and given != saved:
@@ -381,8 +383,10 @@ def _describe(said: MemeffConfig, model: Theirs) -> None:
 
 
 def _sentinel(weights: Mapping[str, str]) -> str:
-    """Return the name of an unused tensor that is saved so that transformers raises an error if it
-    loads the folder without this quantizer."""
+    """Return the name of the empty tensor that is saved with a compressed model.
+
+    Because of this tensor, transformers raises an error if it loads the saved folder without
+    `MemeffQuantizer`."""
     return max(weights)
 
 

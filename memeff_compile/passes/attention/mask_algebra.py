@@ -93,7 +93,7 @@ class Linear:
         return self + (-other)
 
     def times(self, factor: int) -> Linear:
-        """Return the sum multiplied by a number."""
+        """Return this sum of axis indices, sizes and tensor elements, multiplied by an integer."""
         if factor == 0:
             return Linear()
         terms = {term: times * factor for term, times in self.terms.items()}
@@ -101,18 +101,17 @@ class Linear:
 
     @property
     def is_constant(self) -> bool:
-        """Return whether this sum has the same value at every index."""
+        """Return whether this sum has the same value at every index of a tensor, because it
+        contains no axis index and no tensor element."""
         return not self.terms
 
     def lowest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the smallest value that this sum takes at any index of a given shape.
-
+        """Return the smallest value of this sum of axis indices over a tensor of shape `shape`.
         Return None if the value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times < 0)
 
     def highest(self, shape: Sequence[Size]) -> Size | None:
-        """Return the largest value that this sum takes at any index of a given shape.
-
+        """Return the largest value of this sum of axis indices over a tensor of shape `shape`.
         Return None if the value depends on an element of a tensor."""
         return self._bound(shape, lambda times: times > 0)
 
@@ -127,7 +126,7 @@ class Linear:
 
 
 def axis(place: int) -> Linear:
-    """Return the index along an axis as a sum (`Linear`)."""
+    """Return the index along an axis as a sum (`Linear`) of one term."""
     return Linear(0, {Axis(place): 1})
 
 
@@ -289,13 +288,14 @@ Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
 
 
 def number(value: float) -> Cases:
-    """Return a number, which is the same at every index, as a `Cases` with a single case."""
+    """Return a number as `Cases` (values with conditions) whose only condition is always true."""
     return Cases(((TRUE, float(value)),))
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return a number as `Cases` (values with conditions); join cases with equal values, and remove
-    impossible cases."""
+    """Return, as `Cases`, a number that has one of the values in `found`, each under its condition.
+
+    Join the conditions of equal values, and remove values whose condition is never true."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -352,7 +352,8 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to each part of the formula `scalar`, and return the simplified result.
 
-    A part is a subformula, a sum (`Linear`), an element (`Read`), or an index of an element."""
+    A part is a subformula, a sum (`Linear`) of axis indices and tensor elements, one such element
+    (`Read`), or an index of this element."""
     match scalar:
         case Read():
             return replace(scalar, at=tuple(map(change, scalar.at)))
@@ -374,7 +375,7 @@ def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
-    """Return a formula in which sums replace axis indices.
+    """Return a formula in which each axis index is replaced by a sum, such as an index plus one.
 
     The argument `scalar` is the formula of a tensor's element. The argument may also be a sum
     (`Linear`) or a tensor's element (`Read`) in such a formula. The dictionary `by` maps the number

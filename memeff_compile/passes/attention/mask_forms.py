@@ -59,8 +59,8 @@ class Form:
 
     @property
     def reads_data(self) -> bool:
-        """Return whether the mask depends on the elements of a tensor: on flags of keys, on ids, or
-        on a length."""
+        """Return whether the mask depends on flags of keys or queries (such as padding), on ids
+        (such as sequence ids), or on a length that a tensor contains."""
         return bool(self.tables or self.ids or self.queries or self.length or self.shifted)
 
     @property
@@ -77,9 +77,10 @@ class Form:
     def is_sayable(self) -> bool:
         """Return whether the arguments of memeff::attention can express the mask.
 
-        The mask may have bounds on positions, one table of visible keys (one flag per key), and one
-        comparison of ids, but nothing else. All conditions on the query alone count as one
-        comparison of ids.
+        The mask may have bounds on positions, a table of visible keys (one flag per key), and one
+        condition on ids, but nothing else. A condition on ids requires that query and key have
+        equal ids, such as sequence ids. All conditions on the query alone count as one condition on
+        ids.
         """
         return (
             not (self.positions or self.shifted or self.rest)
@@ -88,7 +89,8 @@ class Form:
 
     @property
     def conditions(self) -> list[str]:
-        """Return the conditions as text for the report."""
+        """Return the mask's conditions for a query to see a key, as text for the compilation
+        report."""
         plain = self.causal is None or compat.statically_true(self.causal == 0)
         said = [
             (self.causal is not None, f"causal{'' if plain else ', shifted'}"),
@@ -104,9 +106,10 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Sort the conditions of a mask into a `Form` (bounds, tables, comparisons and the rest).
+    """Sort the conditions of a mask's formula by kind, and return them as a `Form`.
 
-    The last two axes of the mask's shape are query and key."""
+    The kinds are bounds on positions, conditions on the key or the query alone, equal ids of query
+    and key, and the rest. The last two axes of the mask's shape are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()

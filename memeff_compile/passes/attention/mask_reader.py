@@ -259,8 +259,9 @@ def _index_of(shape: Sequence[Size]) -> list[Linear]:
 
 
 class _Operands:
-    """The arguments of one ATen call, as described tensors (`Value`), sizes or plain Python
-    objects."""
+    """The arguments of one ATen call, as sizes, plain Python objects or `Value` objects.
+
+    A `Value` describes a tensor by its shape and the formula of its elements."""
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
@@ -281,8 +282,9 @@ class _Operands:
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
-        """Return an argument of the call as a `Value` (a described tensor); a Python number becomes
-        a `Value` without axes."""
+        """Return an argument of the call as a `Value` (shape and formula of the elements).
+
+        A Python number becomes a `Value` without axes."""
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
@@ -588,9 +590,9 @@ def _one_where(condition: Formula) -> Cases:
 
 
 def _whole_number(scalar: Scalar) -> int:
-    """Return the integer that a scalar (the formula of an element) stands for.
+    """Return the integer for which a scalar (the formula of a tensor's element) stands.
 
-    The scalar must be a sum with the same value at every index.
+    Raise CannotRead if the formula is not a known integer, the same at every index of the tensor.
     """
     total = _sum(scalar)
     if not total.is_constant or not isinstance(total.constant, int):
@@ -796,8 +798,9 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the formula of a graph input that an earlier graph partition computed, or None if the
-    partition recorded no formula.
+    """Return the formula for the elements of a graph input, which an earlier partition computed.
+
+    DDP splits a graph into partitions. Return None if the earlier partition recorded no formula.
     """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
@@ -805,10 +808,11 @@ def handed_over(node: Node) -> Value | None:
 
 
 def hand_over(info: GraphInfo) -> None:
-    """Record, for later graph partitions, the formulas of the tensors that this partition returns.
+    """Record formulas for the elements of the tensors that this graph partition returns.
 
-    Formulas of tensors to whose memory this partition may write are dropped; if recording fails,
-    all formulas are dropped.
+    DDP splits a graph into partitions. Later partitions use the formulas to read masks. Formulas of
+    tensors to whose memory this partition may write are dropped. If recording fails, all formulas
+    are dropped.
     """
     notes = compat.notes_between_pieces()
     if notes is None:

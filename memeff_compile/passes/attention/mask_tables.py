@@ -168,7 +168,7 @@ class _Writer:
         return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
 
     def read(self, read: Read) -> Node:
-        """Insert nodes that read a node's value at an index; convert integers to 64 bits."""
+        """Insert nodes that read the tensor elements `read`; convert read integers to 64 bits."""
         node = self.editor.bring_in(self.editor.info.current(read.node))
         node, at = self._selected(node, read.at)
         found = self._as_it_lies(node, at) or self._gathered(node, at)
@@ -187,10 +187,10 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return the tensor that a formula reads, if it already has the axes of the new table in
-        order.
+        """Return a node's tensor for the table, or None if its axes are not the table's in order.
 
-        Otherwise return None. Where the formula reads only a range of the tensor, return a slice.
+        The table is the mask's condition on each key or query. If the table reads only a range of
+        the tensor, return a slice.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)

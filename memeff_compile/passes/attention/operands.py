@@ -36,7 +36,7 @@ Step = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """A node, and the views that turn the node's tensor into an argument of a call."""
+    """A node, and the views that turn the node's tensor into an argument of an attention call."""
 
     node: Node
     steps: tuple[Step, ...] = ()
@@ -74,7 +74,7 @@ class Operand:
         return before if same_shape(before.value.shape[:1], self.value.shape[:1]) else None
 
     def written(self, editor: Editor) -> Node:
-        """Insert the views after the node, and return the result of the last one."""
+        """Insert this operand's views after its node, and return the last view's node."""
         return written(editor, editor.info.current(self.node), self.steps)
 
 
@@ -92,8 +92,9 @@ def _argument(editor: Editor, given: Any) -> Any:
 
 
 class Given(NamedTuple):
-    """An operand of attention written as products and softmax: a node, its axes, and the order of
-    axes that a call needs."""
+    """A query, key or value of attention that a model writes as matrix products and softmax.
+
+    The fields are the node, its axes, and the order of axes that an attention call needs."""
 
     node: Node
     axes: str
@@ -102,7 +103,7 @@ class Given(NamedTuple):
 
 @dataclass
 class Placed:
-    """The operands of attention written as products and softmax, as arguments of a call."""
+    """The arguments of an attention call that replaces matrix products and a softmax."""
 
     operands: tuple[Operand, ...]
     result_steps: tuple[Step, ...]  # views that turn a call's result into the chain's result
@@ -168,8 +169,8 @@ def _placed(
 
 
 def _arranged(operand: Operand, axes: str, sizes: dict[str, Any], wanted: str) -> Operand:
-    """Return an operand with the requested axes; missing axes, and axes of size one, are
-    expanded."""
+    """Return an operand with the axes that an attention call needs (`wanted`); missing axes, and
+    axes of size one, are expanded."""
     present = "".join(axis for axis in wanted if axis in axes)
     if present != axes:
         operand = operand.then(aten.permute.default, [axes.index(axis) for axis in present])
@@ -196,8 +197,8 @@ def _result_steps(result: str, *, is_split: bool) -> tuple[Step, ...]:
 
 
 def _unmoved(given: Given) -> tuple[Node, str, list[Node]]:
-    """Go back from an operand through its transposes, to the node whose axes are in the requested
-    order.
+    """Go back from an operand through its transposes, to the node whose axes are in the order that
+    an attention call needs (`given.wanted`).
 
     Return the node, its axes, and the transposes. If no earlier node has that order, return the
     operand unchanged.

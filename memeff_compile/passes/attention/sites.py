@@ -602,7 +602,8 @@ class _Factors:
         return self.product() * self.cap, self.cap
 
     def product(self) -> float:
-        """Return the product of all factors recorded so far."""
+        """Return the scores' factor from all recorded multiplications and divisions, without its
+        sign."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 

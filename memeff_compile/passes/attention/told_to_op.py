@@ -92,9 +92,10 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
-    """Return the table of visible keys and the two tables of ids.
+    """Return memeff::attention's tables for a mask: flags of visible keys, ids of queries and keys.
 
-    Return None if the graph cannot compute one of these tables before the attention."""
+    A query sees a key only if their ids are equal. A table is None if the mask does not need the
+    table. Return None if the graph cannot compute one of these tables before the attention."""
     query, key = site.query.value, site.key.value
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
@@ -396,10 +397,10 @@ def name_of(info: GraphInfo, node: Node) -> str:
 
 
 def _told(name: str, table: Table | None) -> str:
-    """Return the report's text for a table, or "" if there is no table.
+    """Return the compilation report's text for a table that replaces a mask; "" without a table.
 
-    The text is the table's name. If the table is computed from one or two graph inputs, the text
-    also names these inputs."""
+    A table contains the flags of visible keys, or ids. The text is the table's name. If the table
+    is computed from one or two graph inputs, the text also names these inputs."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

@@ -39,9 +39,10 @@ class Decline:
     action: Action = "declined"  # or "note", for a node that need not be a match of the pass
 
     def counted(self, node: Node) -> Decline:
-        """Return a copy of this Decline for the given node, with a count of one match.
+        """Return a copy of this Decline with the given node and a count of one declined match.
 
-        The report merges equal declines and adds up their counts."""
+        A Decline is the reason why a pass does not rewrite a match. The compilation report
+        merges equal declines and adds up their counts."""
         return replace(self, node=node, sites=1)
 
 

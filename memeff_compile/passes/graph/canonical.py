@@ -268,12 +268,14 @@ _Reader = Callable[[Node, _Args, _Kwargs], Reading]
 
 
 def _plain(name: str) -> _Reader:
-    """Represent a node as one call of the ATen op with the same name."""
+    """Return a function that represents a node as one call of the ATen op `name`."""
     return lambda node, args, kwargs: (_bind_packet(getattr(aten, name), args, kwargs),)
 
 
 def _sized(name: str, size_keyword: str = "") -> _Reader:
-    """Represent `x.view(a, b)` as `x.view((a, b))`, and `x.permute(1, 0)` in the same way."""
+    """Return a function that represents `x.view(a, b)` as `x.view((a, b))`.
+
+    For `name="permute"`, the function represents `x.permute(1, 0)` in the same way."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
@@ -286,7 +288,7 @@ def _sized(name: str, size_keyword: str = "") -> _Reader:
 
 
 def _cast(dtype: torch.dtype) -> _Reader:
-    """Represent `x.float()` and similar casts as `x.to(dtype)`."""
+    """Return a function that represents `x.float()` and similar casts as `x.to(dtype)`."""
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
         _require(len(args) == 1 and not kwargs)
@@ -308,8 +310,9 @@ def _to(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _loss(op: OpOverload, *smoothing: str) -> _Reader:
-    """Represent a loss of torch.nn.functional as its ATen call. The user gives the reduction as a
-    name, or by two deprecated arguments.
+    """Return a function that represents a loss of torch.nn.functional as its ATen call.
+
+    The user gives the reduction as a name, or by two deprecated arguments.
     """
     names = "input target weight size_average ignore_index reduce reduction".split()
 
@@ -350,7 +353,8 @@ def _dropout(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _activation(packet: OpOverloadPacket) -> _Reader:
-    """Represent `F.silu(x, inplace=False)` as the ATen op, which has no argument `inplace`."""
+    """Return a function that represents `F.silu(x, inplace=False)` as the ATen op, which has no
+    argument `inplace`."""
     return lambda node, args, kwargs: (
         bind(packet.default, (_by_name(["input", "inplace"], 1, args, kwargs)["input"],), {}),
     )
@@ -375,8 +379,8 @@ def _reduction(given: Mapping[str, Any]) -> int:
 
 
 def _created(name: str, leading: int = 0) -> _Reader:
-    """Represent `torch.ones(2, 3)`, `x.new_ones((2, 3))` and similar calls as ATen calls, which
-    take the sizes as one list.
+    """Return a function that represents `torch.ones(2, 3)`, `x.new_ones((2, 3))` and similar calls
+    as ATen calls, which take the sizes as one list.
     """
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
@@ -423,8 +427,8 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Represent `F.log_softmax(x, dim, _stacklevel, dtype)`, or the tensor method of the same
-    name, as the ATen op.
+    """Return a function that represents `F.log_softmax(x, dim, _stacklevel, dtype)`, or the tensor
+    method of the same name, as the ATen op.
     """
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:

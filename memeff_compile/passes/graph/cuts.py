@@ -122,7 +122,9 @@ def path_of(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Return the report's record that the graph is compiled in partitions."""
+    """Return the compilation report's record that the graph is compiled in partitions.
+
+    Each node of `at` starts a new partition."""
     total = format_bytes(sum(_updated(info).values()))
     sentence = (
         f"compiled in {len(at) + 1} pieces, cut between blocks of the model, because its weights "
@@ -132,8 +134,8 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the report's record that the graph is not split, because the search for blocks raised
-    an error."""
+    """Return the compilation report's record that the graph is not split into partitions, because
+    the search for the model's blocks raised an error."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "cuts_failed", why, hint)
@@ -238,9 +240,10 @@ class _Step(NamedTuple):
 
 
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
-    """Tell `optim_in_backward` that a partition has computed all of its gradients.
+    """Have `optim_in_backward` told when a graph partition has computed all of its gradients.
 
-    After this call, `optim_in_backward` can update several weights in one kernel launch.
+    `optim_in_backward` updates weights during the backward pass. It can then update several weights
+    of the partition in one kernel launch.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))
@@ -308,7 +311,7 @@ _RETURNED = "memeff_returned_from_partition"
 
 
 def is_size(node: Node) -> bool:
-    """Return whether the value of a node is a size."""
+    """Return whether a node's value is a symbolic integer (SymInt), such as a tensor's size."""
     return isinstance(compat.example_value(node), torch.SymInt)
 
 

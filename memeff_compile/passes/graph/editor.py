@@ -241,7 +241,10 @@ class Editor:
 
     def keep(self, kept: Mapping[Node, str]) -> None:
         """If this graph is the body of an activation checkpoint, make the checkpoint save the
-        results of the calls in `kept`."""
+        results of the calls in `kept`.
+
+        The string of a call names the op inside the call whose result is saved, such as
+        "attention" or "aten::add"."""
         self._undo.append(compat.keep_in_checkpoint(self.info.gm, kept))
 
     def commit(self, dead: Sequence[Node]) -> None:

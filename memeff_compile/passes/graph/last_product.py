@@ -78,10 +78,11 @@ def _computes(node: Node) -> bool:
 
 
 def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
-    """Return whether a split before the product of a linear layer saves time.
+    """Return whether splitting the graph before a linear layer's product saves time.
 
-    The weight must be a plain tensor, the result must require a gradient, and the product must take
-    long enough."""
+    After the split, a checkpoint's backward pass does not compute the product again. The weight
+    must be a plain tensor, the result must require a gradient, and the product must take long
+    enough."""
     result = info.tensor(node)
     held = compat.example_input(weight) if isinstance(weight, Node) else None
     if result is None or not result.requires_grad or not isinstance(held, torch.Tensor):
@@ -97,7 +98,8 @@ def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
 
 
 def said(node: Node) -> Record:
-    """Return the report's record which says that the last product runs in a separate partition."""
+    """Return the compilation report's record that the last matrix product of a checkpointed block
+    runs in a separate partition of the graph."""
     sentence = (
         f"`{node.name}`, the last product of a block in a checkpoint, runs outside of the compiled "
         "graph, so that the checkpoint does not compute it a second time"
@@ -106,8 +108,8 @@ def said(node: Node) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the report's record that a graph is not split, because the search for its last product
-    raised an error."""
+    """Return the compilation report's record that a graph is not split, because the search for the
+    last matrix product of a checkpointed block raised an error."""
     why = f"the last product was not found: {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "last_product_failed", why, hint)

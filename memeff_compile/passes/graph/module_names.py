@@ -77,8 +77,8 @@ class ModuleNames:
     def _roots(self, path: str) -> Iterator[nn.Module]:
         """Yield the modules that may contain a given module.
 
-        These are the compiled module, the module whose forward runs around the given one, and the
-        first module on Dynamo's path."""
+        These are the modules whose forward is running, and the first module on `path`. The path, in
+        Dynamo's notation, is the expression by which code reaches the given module."""
         if self._running is None:
             self._running = compat.running_modules()
         yield from self._running
