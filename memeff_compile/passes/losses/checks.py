@@ -78,8 +78,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
     """Check the losses and other results (tails) of logits that are split over ranks.
 
-    Return a Decline (the reason for no rewrite) if the fused op for projection and loss cannot
-    compute one of the tails from split logits.
+    Return a Decline (the reason for no rewrite) if the fused loss op cannot compute a tail from
+    split logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""

@@ -513,8 +513,8 @@ class GroupEmitter:
     def _rows(self, index: int) -> Node:
         """Return one of the fused op's results per row (token), such as the log-sum-exps.
 
-        The numbers are detached if the tail (a loss or another result of the logits) that is
-        computed from them passes no gradient back."""
+        The numbers are detached if no gradient flows back through the tail (loss or other result)
+        that uses them."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:

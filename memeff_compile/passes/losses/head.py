@@ -85,8 +85,8 @@ class Head:
     def nodes(self) -> tuple[Node, ...]:
         """Return the nodes that compute the logits, in graph order.
 
-        These nodes are the product with the full weight, low-rank products (such as LoRA's), and
-        their sums."""
+        These nodes include the product with the full weight, low-rank products (such as LoRA's),
+        and their sums."""
         return (*self.summed, self.node)
 
     @property
@@ -313,8 +313,7 @@ class HeadReader:
         return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
     def input_in_weight(self, head: Head) -> Node | None:
-        """If a weight is computed from a graph input that is no parameter or buffer, return this
-        input.
+        """Return a graph input, other than a parameter or buffer, from which a weight is computed.
 
         The matrix product with such a weight is then no output projection. An example is the
         product of two encoders' outputs. If the weight is computed only from parameters and
@@ -506,7 +505,8 @@ class HeadReader:
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
         """Return the (V, D) weight of which the given (D, V) operand is a transpose, and False.
 
-        If the operand is no plain transpose, return the operand and True."""
+        V is the number of classes, and D the hidden size. If the operand is no plain transpose,
+        return the operand and True."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -832,7 +832,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
+    """Turn the pointwise steps after a projection, in order, into the fused loss op's arguments.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the range of
     classes that remains after slices of the logits.
@@ -911,7 +911,8 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
     """Insert copies of those `steps` that reorder, select or regroup the logits' rows (tokens).
 
-    The copies apply to the hidden states, with the last dimension D instead of V.
+    The copies apply to the hidden states. Their last dimension is the hidden size instead of the
+    number of classes.
     """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)

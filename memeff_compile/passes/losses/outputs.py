@@ -171,8 +171,8 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -
     """Return the reason why the logits that a graph returns cannot be deferred or removed.
 
     Deferred logits are computed only when they are first read. If the logits in `outputs` can be
-    deferred or removed, return None. `way_out` is the remedy that the report names if no loss in the graph
-    reads the logits.
+    deferred or removed, return None. `way_out` is the remedy that the report names if no loss in
+    the graph reads the logits.
     """
     if not outputs:
         return None

@@ -757,7 +757,7 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
     """Yield a Decline (the reason for no rewrite) for a training graph that returns its logits.
 
-    The graph contains no loss of these logits.
+    The loss of these logits is computed outside the graph.
     """
     for match in returned_logits(info):
         if is_deferrable(info, match):
