@@ -171,8 +171,9 @@ class DivergenceReader:
     def _add_totals(self, match: Divergence, reduction: str) -> None:
         """Extend a divergence by sums that later nodes add to it or subtract from it.
 
-        Such a sum must have terms, such as p log q, of the same two softmaxes. The graph must
-        reduce the sum in the same way as the divergence.
+        A later node may also subtract the divergence from such a sum. The sum must have terms, such
+        as p log q, of the same two softmaxes p and q. The graph must reduce the sum in the same way
+        as the divergence.
         """
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
@@ -208,7 +209,7 @@ class DivergenceReader:
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
         """Recognize the sum or mean (chosen by `reduction`) of terms such as p log q.
 
-        The graph may multiply this sum or mean by numbers."""
+        Here, p and q are softmaxes. The graph may multiply this sum or mean by numbers."""
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -283,7 +284,8 @@ class DivergenceReader:
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
         """Describe a node with one value per class as a polynomial, or return None.
 
-        The polynomial's variables are softmax probabilities and their logarithms."""
+        The polynomial's variables are softmax probabilities, their logarithms, and logarithms of
+        mixtures of these probabilities."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -629,9 +631,9 @@ class DivergenceReader:
         return found
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
-        """Return whether `user` only reshapes `node`, or multiplies it by a number or a mask.
+        """Return whether `user` only reshapes `node`, or multiplies it by a factor or a mask.
 
-        `node` has a divergence's numbers, one per row. Such a number or mask is recorded in
+        `node` has a divergence's numbers, one per row. The factor or mask is recorded in
         `steps`."""
         a, op = call.args, call.op
         if op is aten.neg.default:

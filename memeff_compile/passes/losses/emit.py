@@ -207,9 +207,10 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the fused loss op, then compute each loss in `group` from the op's results.
+    """Insert the fused loss op, then compute each tail in `group` from the op's results.
 
-    Return the nodes, such as shifted labels, whose copies the graph now computes before the op."""
+    A tail is a loss or another result of the logits. Return the nodes, such as shifted labels,
+    whose copies the graph now computes before the op."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)

@@ -757,7 +757,8 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
     """Yield a Decline (the reason for no rewrite) for a training graph that returns its logits.
 
-    The loss of these logits is computed outside the graph.
+    The graph contains no loss of these logits, so the loss is computed outside the graph. If the
+    pass `defer_logits` will defer the logits, yield nothing for them.
     """
     for match in returned_logits(info):
         if is_deferrable(info, match):
