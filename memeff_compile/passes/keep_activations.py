@@ -107,8 +107,9 @@ class KeepActivations(GraphPass):
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield, as one match, the results in this checkpoint's body that the checkpoint should
-        save."""
+        """Yield, as one match, the results that an activation checkpoint should save.
+
+        `info` is the graph of the checkpoint's body. For any other graph, yield no match."""
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]
@@ -126,9 +127,9 @@ class KeepActivations(GraphPass):
         return any(self.skipped(info, product.nodes[0]) for product in products)
 
     def _chosen(self, info: GraphInfo) -> Collection[Node]:
-        """Return the results that the graph's checkpoints save.
+        """Return the results that the activation checkpoints of the graph save.
 
-        The limit in bytes applies to all checkpoints of the graph together.
+        The option memeff.recompute limits the bytes that all these checkpoints save together.
         """
         *_, root = info.outward()
         if "kept" not in root.notes:
@@ -152,7 +153,7 @@ class KeepActivations(GraphPass):
         return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
-        """Give the checkpoint a policy that makes it save the chosen results."""
+        """Give the activation checkpoint a policy that makes it save the results in `match`."""
         editor.keep({node: _mark(product, node) for product in match for node in product.nodes})
         kept = sum(product.bytes for product in match)
         kinds = [product.kind for product in match]

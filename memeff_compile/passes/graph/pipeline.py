@@ -243,7 +243,11 @@ class _Run:
         self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:
-        """Add a record to the report, or merge it into an equal record of another layer."""
+        """Add a record of a rewrite, declined match or error to the report.
+
+        If `is_counted` is set and an earlier record differs only in location (such as the layer)
+        and count, merge the two records.
+        """
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
                 self.records[place] = earlier.joined(record)

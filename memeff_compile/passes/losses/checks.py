@@ -78,7 +78,8 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
 def _check_split(info: GraphInfo, site: Site) -> Decline | None:
     """Check the losses and other results (tails) of logits that are split over ranks.
 
-    Return a Decline if the fused op cannot compute one of the tails from split logits.
+    Return a Decline (the reason for no rewrite) if the fused loss op cannot compute a tail from
+    split logits.
     """
     for tail in site.tails:
         value, said = compat.example_value(tail.node), ""
@@ -131,8 +132,10 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
-    """Return a Decline if a loss, or some of the steps that compute the loss, are detached from
-    autograd. Metrics may be detached.
+    """Return a Decline (the reason for no rewrite) if a loss is detached from autograd.
+
+    Also return a Decline if some of the nodes that compute the loss are detached. Metrics may be
+    detached.
     """
     trains = info.tensor(site.head.node)
     if trains is None or not trains.requires_grad:

@@ -39,11 +39,12 @@ def is_chunked(tail: Tail) -> bool:
 
 
 def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
-    """Describe a call of PyTorch's chunked op as an output projection followed by a loss.
+    """Describe a call of `_linear_cross_entropy_batch_chunked` as an output projection and a loss.
 
-    In the returned Tail (the description of the loss), the same node stands for the projection and
-    for the loss. The value of this node is the op's loss. If the pass does not support the call,
-    return a Decline.
+    `node` calls this op of PyTorch or its variant `_no_reduction`. The op computes the logits in
+    chunks of rows. In the returned Tail (the description of the loss), the same node stands for the
+    projection and for the loss. The value of this node is the op's loss. If the pass does not
+    support the call, return the reason as a Decline.
     """
     call = read_one(node)
     if call is None:
@@ -84,8 +85,10 @@ def read_chunked(info: GraphInfo, node: Node) -> Tail | Decline:
 
 
 def _shape_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
-    """Return a Decline if the shapes of the operands do not fit together, because PyTorch's op
-    reports such an error only when it runs."""
+    """Return a Decline (the reason for no rewrite) if the operands' shapes do not fit together.
+
+    `a` contains the operands of PyTorch's chunked loss op `node`. PyTorch's op reports such an
+    error only when it runs."""
     hidden, head = (info.value(a[name]) for name in ("input", "linear_weight"))
     if head.dim() != 2:
         return None  # declined with the other heads of this form
@@ -107,7 +110,9 @@ def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def _dtype_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
-    """Return a Decline for dtypes in which PyTorch's op rounds its sums differently from
+    """Return a Decline (the reason for no rewrite) for some combinations of dtypes.
+
+    With these dtypes, PyTorch's chunked loss op `node` rounds its sums differently from
     memeff::linear_cross_entropy."""
     given = [info.tensor(a[name]) for name in ("input", "linear_weight", "linear_bias")]
     dtypes = {value.dtype for value in given if value is not None}

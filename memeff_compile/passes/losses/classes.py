@@ -43,7 +43,7 @@ class Classes:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return the output projections whose logits the gather reads."""
+        """Return the logits from which `node` gathers k classes per row, as one `Side`."""
         return (self.student,)
 
 

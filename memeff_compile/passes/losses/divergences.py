@@ -3,10 +3,10 @@ writes their sums.
 
 A loss sums one number per class. The module describes this number as a polynomial. Its variables
 are the student's probability p, the teacher's probability q, log p, log q, and log m. Here, m is a
-mixture of p and q. The fused op supports six products of a probability and a logarithm, such as
-q log p. `Coefficients` contains the polynomial's factor for each of the six products. The factors
-can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and cross
-entropies with a teacher's probabilities.
+mixture of p and q. The fused op memeff::linear_divergence computes the sums of six products, such
+as q log p. `Coefficients` contains the polynomial's factor for each of the six products. The
+factors can describe `kl_div`, hand-written sums, symmetric and Jensen-Shannon divergences, and
+cross entropies with a teacher's probabilities.
 """
 
 from __future__ import annotations
@@ -169,9 +169,11 @@ class DivergenceReader:
         yield match
 
     def _add_totals(self, match: Divergence, reduction: str) -> None:
-        """Extend a divergence by later sums over the same two logits tensors.
+        """Extend a divergence by sums that later nodes add to it or subtract from it.
 
-        Such a sum must be reduced in the same way as the divergence and added to it.
+        A later node may also subtract the divergence from such a sum. The sum must have terms, such
+        as p log q, of the same two softmaxes p and q. The graph must reduce the sum in the same way
+        as the divergence.
         """
         node, factor, steps = match.node, 1.0, list[Node]()
         while len(node.users) == 1 and len(steps) < _MAX_DEPTH:
@@ -205,9 +207,9 @@ class DivergenceReader:
             node = user
 
     def _total(self, node: Any, reduction: str, depth: int = 0) -> Expression | None:
-        """Recognize the sum or mean (chosen by `reduction`) of a divergence's terms.
+        """Recognize the sum or mean (chosen by `reduction`) of terms such as p log q.
 
-        The graph may multiply this sum or mean by numbers."""
+        Here, p and q are softmaxes. The graph may multiply this sum or mean by numbers."""
         if not isinstance(node, Node) or len(node.users) != 1 or depth > _MAX_DEPTH:
             return None
         call, reduced = read_one(node), self._reduced(node)
@@ -280,7 +282,10 @@ class DivergenceReader:
         return Expression(terms), reduction, a["self"]
 
     def expression(self, node: Any, depth: int = 0) -> Expression | None:
-        """Return the polynomial that describes a node with one value per class, otherwise None."""
+        """Describe a node with one value per class as a polynomial, or return None.
+
+        The polynomial's variables are softmax probabilities, their logarithms, and logarithms of
+        mixtures of these probabilities."""
         number = constant(node)
         if number is not None:
             return Expression({(): number})
@@ -385,11 +390,11 @@ class DivergenceReader:
         return found
 
     def _selected(self, node: Node, a: Mapping[str, Any], depth: int) -> Expression | None:
-        """Recognize a selection of rows by a boolean mask. The fused op sums over all rows; rows
-        that the mask does not select add zero to the sum.
+        """Recognize a selection of rows by a boolean mask.
 
-        Dynamo captures such a selection if `torch._dynamo.config.capture_dynamic_output_shape_ops`
-        is set.
+        The op memeff::linear_divergence sums over all rows. Rows that the mask does not select add
+        zero to this sum. Dynamo captures such a selection if
+        `torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
         """
         value, indices = self.info.tensor(a["self"]), a["indices"]
         mask = indices[0] if len(indices) == 1 and isinstance(indices[0], Node) else None
@@ -568,11 +573,12 @@ class DivergenceReader:
             node = user
 
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
-        """Include another sum over the same two logits tensors in this divergence.
+        """Include another sum over the classes, such as sum(p log q), in a divergence.
 
         `node` has the divergence's numbers, one per row. `call` must be an addition or a
-        subtraction, in either order, of `node` and a second sum. The divergence then contains the
-        nodes of both sums. Return whether the second sum was included.
+        subtraction, in either order, of `node` and a second sum. Both must compare the same two
+        softmaxes. The divergence then contains the nodes of both sums. Return whether the second
+        sum was included.
         """
         if call.op not in (aten.add.Tensor, aten.sub.Tensor) or call.args["alpha"] != 1:
             return False
@@ -600,8 +606,8 @@ class DivergenceReader:
         return True
 
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
-        """Recognize a tensor with one number per row: sums over the classes, multiplied by numbers
-        and added."""
+        """Recognize a tensor with one number per row: a sum over the classes, multiplied by
+        numbers."""
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:
             return None
@@ -625,8 +631,10 @@ class DivergenceReader:
         return found
 
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
-        """Return whether a node only multiplies each row's number by a factor; if so, record the
-        node in `steps`."""
+        """Return whether `user` only reshapes `node`, or multiplies it by a factor or a mask.
+
+        `node` has a divergence's numbers, one per row. The factor or mask is recorded in
+        `steps`."""
         a, op = call.args, call.op
         if op is aten.neg.default:
             steps.factor = -steps.factor
@@ -843,10 +851,11 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return a polynomial's coefficients for the six sums of the fused op, such as sum(q log p).
+    """Return the factors of six sums, such as sum(q log p), that add up to a divergence.
 
-    `terms` is the polynomial. If the polynomial has other terms, such as those of a third softmax,
-    return None.
+    The op memeff::linear_divergence computes these sums. p is the student's softmax, q is the
+    teacher's, and m is a mixture of p and q. `terms` is the divergence as a polynomial. If the
+    polynomial has other terms, such as those of a third softmax, return None.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
@@ -872,8 +881,10 @@ def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | No
 def _joined(
     left: Coefficients, first: float, right: Coefficients, second: float
 ) -> Coefficients | None:
-    """Return the coefficients of first * left + second * right, or None if left and right contain
-    different mixtures."""
+    """Return the coefficients of first * left + second * right, a weighted sum of divergences.
+
+    A divergence may have terms with a mixture, a weighted mean of student's and teacher's
+    probabilities. If `left` and `right` have mixtures with different weights, return None."""
     if left.has_mixture and right.has_mixture and left.share != right.share:
         return None
     pairs = zip(left, right, strict=True)

@@ -38,8 +38,7 @@ _NLL, _LSE, _LOGIT_SUM, _ENTROPY, _TOP = range(5)
 
 
 def filter_settings(options: Options) -> dict[str, float | str | bool]:
-    """Return arguments for those settings of the gradient filter that differ from the fused op's
-    defaults.
+    """Return the non-default settings of the gradient filter, as arguments of the fused loss op.
 
     A gradient filter drops parts of the loss's gradients that are small."""
     settings: dict[str, float | str | bool] = {
@@ -177,12 +176,12 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
 
 
 def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
-    """Return a node that writes to the group's targets or class weights after the fused op reads
-    them, or None.
+    """Return a node that writes to targets or class weights after the fused loss op reads them.
 
-    The node comes before the group's last tail (a loss or another result of the logits). In the
-    original graph, a tail that comes after this node reads the changed values. The fused op would
-    read the old values.
+    One call of the op computes all tails (losses and other results of the logits) in `group`. The
+    node comes before the group's last tail. In the original graph, a tail that comes after this
+    node reads the changed values. The fused op would read the old values. If there is no such node,
+    return None.
     """
     operands = [n for tail in group for n in tail.operands]
     last = max((tail.node for tail in group), key=info.positions.__getitem__)
@@ -190,12 +189,13 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the fused op is inserted, and the op's region.
+    """Return the node before which the fused loss op is inserted, and the op's region.
 
-    The region describes the autograd, autocast and inference modes in which the op runs. Usually
-    the op is inserted before the node that computes the group's first loss or other result of the
-    logits. The first result may be a metric without a gradient, while another result needs
-    gradients. Then the op is inserted before the node that disabled gradients.
+    The region describes the autograd, autocast and inference modes in which the op runs. The op
+    computes all losses and other results of the logits in `group`. Usually the op is inserted
+    before the node that computes the first of these results. The first result may be a metric
+    without a gradient, while another result needs gradients. Then the op is inserted before the
+    node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad
@@ -207,8 +207,10 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the fused op and the results of `group`; return the nodes that are now computed
-    earlier."""
+    """Insert the fused loss op, then compute each tail in `group` from the op's results.
+
+    A tail is a loss or another result of the logits. Return the nodes, such as shifted labels,
+    whose copies the graph now computes before the op."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)
@@ -283,8 +285,7 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
 
 
 def gathered(group: Sequence[Tail]) -> list[str]:
-    """Return the names of those per-row values that a call of the fused op gathers from all
-    ranks."""
+    """Return the names of the values per row (token) that a fused loss call gathers from ranks."""
     extra = {"sum": any(map(reads_sum, group))}
     extra["entropy"] = any(t.kind in ENTROPIES for t in group)
     extra |= dict.fromkeys(("top", "its logit"), any(t.kind == "top" for t in group))
@@ -292,7 +293,11 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how many times the ranks exchange per-row numbers during a call of the fused op."""
+    """Return how many times the ranks exchange numbers per row during a call of the fused loss op.
+
+    The call computes the losses in `group`. Each rank has a shard of the classes. For each row
+    (token), a rank sends numbers such as the log-sum-exp over the rank's classes.
+    """
     if not is_total(info, group):
         return 1
     chain, options = group[0].chain, info.options
@@ -314,8 +319,8 @@ def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -
 class GroupEmitter:
     """Inserts the fused op's call for one group of tails (losses and other results of the logits).
 
-    The emitter also inserts the few ATen nodes that compute each tail from the op's results per
-    row."""
+    The op returns a few numbers per row (token), such as the loss and the log-sum-exp. The emitter
+    also inserts the few ATen nodes that compute each tail from these numbers."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
@@ -334,7 +339,9 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert the fused op's call for the rows (tokens) that the losses of this group use."""
+        """Insert one call of the fused op for all losses in `self.group`.
+
+        The call gets the rows (tokens) that these losses use."""
         e, head = self.editor, self.head
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
         size = compat.known_size(self.info.value(head.hidden).shape[-1])
@@ -378,8 +385,10 @@ class GroupEmitter:
         self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _call(self, *operands: Node | None, **settings: Any) -> Node:
-        """Insert a call of the fused op or, if the output projection's classes are split over
-        ranks, of the op's variant for this case.
+        """Insert a call of the fused op, which computes an output projection and its loss.
+
+        `operands` are hidden states, weight and so on. If the projection has low-rank products, or
+        its classes are split over ranks, call the op's variant for this case.
         """
         e, split = self.editor, self.split
         if split is None:
@@ -503,10 +512,10 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the fused op's per-row results.
+        """Return one of the fused op's results per row (token), such as the log-sum-exps.
 
-        The result is detached if no gradient flows back through the tail (a loss or another result
-        of the logits) that the method `result` is inserting."""
+        The numbers are detached if no gradient flows back through the tail (loss or other result)
+        that uses them."""
         item = self._items[index]
         value = self.info.tensor(item)
         if self._silent and value is not None and value.requires_grad:
@@ -516,8 +525,8 @@ class GroupEmitter:
     def _rows_in_key(self) -> int:
         """Return how many row moves (reorderings and selections of rows) come before the fused op.
 
-        The emitter applies these row moves to the hidden states. So all losses of this group must
-        have these moves in common."""
+        The emitter applies these row moves to the hidden states. One call of the op computes all
+        losses in `self.group`, so these losses must have the row moves in common."""
         rows = self.group[0].chain.row_steps
         shared = 0
         for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):

@@ -9,7 +9,7 @@ as those of LoRA adapters.
 
 Row moves (reorderings and selections of rows) give the same result whether they are applied before
 or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
-the arguments `scale`, `softcap` and `bias` of the fused op.
+the arguments `scale`, `softcap` and `bias` of the fused op memeff::linear_cross_entropy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class LowRank:
 class Head:
     """The matrix product that computes logits: `hidden @ weight.T + bias` in `compute_dtype`.
 
-    With low-rank products, `node` is the sum of all products.
+    If the graph adds low-rank products (such as LoRA's) to this product, `node` is the sum of all
+    these products.
     """
 
     node: Node
@@ -82,7 +83,10 @@ class Head:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Return the nodes of the products and the nodes that add them up, in graph order."""
+        """Return the nodes that compute the logits, in graph order.
+
+        These nodes include the product with the full weight, low-rank products (such as LoRA's),
+        and their sums."""
         return (*self.summed, self.node)
 
     @property
@@ -129,8 +133,11 @@ class Step:
     - `move`: moves the class dimension from the last position to position 1;
     - `classes`: selects some classes. The field `classes` has the index of the first selected
       class and the index after the last one.
-    - `to`, `mul`, `div`, `tanh`, `bias` and `factor`: pointwise, with the operand
-      `value`.
+    - `to`: casts to the dtype `value`;
+    - `mul` or `div`: multiplies or divides by the number `value`;
+    - `factor`: multiplies or divides by a tensor (`value` is a `Factor`);
+    - `tanh`, without a `value`;
+    - `bias`: adds the vector `value`, with one number per class.
 
     With `dynamic=True`, `value` may be a number that the user passes to the compiled function. The
     field `symbol` is then the graph's node for this number. A guard on this node makes Dynamo
@@ -152,7 +159,9 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two steps that move the same rows in the same way."""
+        """Return a key that is equal for steps that move the logits' rows (tokens) in the same way.
+
+        Such a step reorders, selects or regroups rows."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -166,16 +175,16 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """Return those steps that change the leading dimensions of the logits."""
+        """Return the steps (nodes after the projection) that reorder, select or regroup rows."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two chains whose logits have the same rows in the same
-        order.
+        """Return a key that is equal for chains whose logits have the same rows in the same order.
 
-        A chain is an output projection with the steps after it. The key contains one entry per step
-        that moves rows, up to the last one that selects or reorders rows.
+        A chain is an output projection with the steps (nodes) after it. The key contains one entry
+        per step that reorders, selects or regroups rows. The key omits reshapes after the last
+        selection or reordering.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
@@ -184,17 +193,17 @@ class Chain:
     def is_of(self, other: Chain) -> bool:
         """Return whether the other chain's logits contain all rows of this chain's logits.
 
-        A chain is an output projection with the steps after it. The two chains must have the same
-        output projection."""
+        A chain is an output projection with the steps (nodes) after it. The two chains must have
+        the same output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
     @property
     def classes(self) -> tuple[int, int] | None:
-        """Return the index of the first class that the steps select and the index after the last
-        one.
+        """Return the range of classes that remains after slices of the logits.
 
-        Return None if the steps select all classes."""
+        The range is the index of the first class and the index after the last class. Return None
+        if all classes remain."""
         return _left(self.steps)
 
     @property
@@ -204,18 +213,19 @@ class Chain:
 
     @property
     def moved(self) -> bool:
-        """Return whether the steps moved the class dimension from the end to dimension 1."""
+        """Return whether a node after the projection moves the class dimension to dimension 1."""
         return any(s.kind == "move" for s in self.steps)
 
     @property
     def detached(self) -> bool:
-        """Return whether one of the steps detaches the logits, which stops the gradient."""
+        """Return whether a node after the projection detaches the logits and stops the gradient."""
         return any(s.kind == "detach" for s in self.steps)
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the tensors that the steps read in addition to the logits: row indices and vectors
-        over the vocabulary.
+        """Return the tensors, other than logits, that the steps (nodes after the projection) read.
+
+        These tensors are row indices, vectors over the vocabulary and scales.
         """
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
         flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
@@ -249,11 +259,12 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """The reader of all chains (output projection and steps) in one graph; the reader analyses each
-    node once.
+    """The reader of all chains in one graph; the reader analyses each node once.
 
-    The reader looks up in a table which ATen ops a node calls. If the table lacks a node's function
-    and `tracing` is set, the reader runs the node on fake tensors. Such a run takes milliseconds.
+    A chain is an output projection and the steps after it, such as row selections, casts, scales
+    and a softcap. The reader looks up in a table which ATen ops a node calls. If the table lacks a
+    node's function and `tracing` is set, the reader runs the node on fake tensors. Such a run takes
+    milliseconds.
     """
 
     def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
@@ -262,8 +273,10 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain (output projection and steps) that ends in `node`, or a Decline with
-        the reason why there is no such chain.
+        """Return the chain that ends in `node`, or a Decline with the reason why there is none.
+
+        A chain is an output projection and the steps after it, such as row selections, casts,
+        scales and a softcap.
         """
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
@@ -300,11 +313,11 @@ class HeadReader:
         return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
     def input_in_weight(self, head: Head) -> Node | None:
-        """If a weight is computed from a graph input that is no parameter or buffer, return this
-        input. The product (for example of two encoders' outputs) is then no output projection.
+        """Return a graph input, other than a parameter or buffer, from which a weight is computed.
 
-        If the weight is computed only from parameters and buffers, or is a graph input itself,
-        return None.
+        The matrix product with such a weight is then no output projection. An example is the
+        product of two encoders' outputs. If the weight is computed only from parameters and
+        buffers, or is a graph input itself, return None.
         """
         for node in self._sources(head.weight):
             value = self.info.tensor(node)
@@ -349,8 +362,10 @@ class HeadReader:
     def extend(
         self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
     ) -> Chain | Decline:
-        """Return `chain` extended by later nodes, or a Decline if one of these nodes is not a
-        step of a kind in `kinds`."""
+        """Return `chain` (output projection and later nodes) extended by the nodes in `links`.
+
+        If a link is not a supported step, or its `Step.kind` is not in `kinds`, return the reason
+        as a Decline."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
@@ -488,7 +503,10 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return the (V, D) weight of which the given (D, V) operand is a plain transpose."""
+        """Return the (V, D) weight of which the given (D, V) operand is a transpose, and False.
+
+        V is the number of classes, and D the hidden size. If the operand is no plain transpose,
+        return the operand and True."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -814,10 +832,10 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps after an output projection, in order, into the fused op's arguments.
+    """Turn the pointwise steps after a projection, in order, into the fused loss op's arguments.
 
-    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the classes
-    that the steps keep.
+    The arguments are scale, softcap, bias, the tensors that multiply the logits, and the range of
+    classes that remains after slices of the logits.
     """
     pairs: list[tuple[str, Any]] = []
     factors: list[Factor] = []
@@ -891,8 +909,10 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 
 
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
-    """Insert copies of those `steps` that move rows; the copies apply to the hidden states (with
-    last dimension D instead of V).
+    """Insert copies of those `steps` that reorder, select or regroup the logits' rows (tokens).
+
+    The copies apply to the hidden states. Their last dimension is the hidden size instead of the
+    number of classes.
     """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
@@ -924,7 +944,7 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
 def _row_kind(call: Call, rank: int) -> str | None:
-    """If a call keeps all classes, return its kind (a value of `Step.kind`).
+    """If a call on logits keeps all their classes, return the call's kind (a `Step.kind`).
 
     This kind is `same`, `reshape`, `rows`, `move` or `detach`. For any other call, return None.
     """

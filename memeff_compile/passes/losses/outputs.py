@@ -118,7 +118,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
 
 
 def _why_no_loss(info: GraphInfo, match: Returned) -> str:
-    """Return the reason why a loss outside of the graph could not use the fused op, or ""."""
+    """Return the reason why a loss outside of the graph could not use the fused loss op, or ""."""
     if compat.feeds_resumed_code(info.gm):
         return "Dynamo ended the graph here, and the function goes on after it"
     chains = [output.chain for output in match.outputs]
@@ -139,7 +139,9 @@ def _why_no_loss(info: GraphInfo, match: Returned) -> str:
 
 
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Return the reason why the fused op would not support a loss of the given logits, or ""."""
+    """Return the reason why memeff::linear_cross_entropy cannot compute a loss of given logits.
+
+    If the op supports these logits, return ""."""
     head = chains[0].head
     hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
@@ -166,11 +168,11 @@ def _not_deferrable(node: Node, reason: str, hint: str) -> Decline | None:
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -> Decline | None:
-    """Return the reason why graph outputs that return logits cannot be deferred or removed.
+    """Return the reason why the logits that a graph returns cannot be deferred or removed.
 
-    Deferred logits are computed only when they are first read. If the outputs can be deferred or
-    removed, return None. `way_out` is the remedy that the report names if no loss in the graph
-    reads the logits.
+    Deferred logits are computed only when they are first read. If the logits in `outputs` can be
+    deferred or removed, return None. `way_out` is the remedy that the report names if no loss in
+    the graph reads the logits.
     """
     if not outputs:
         return None
@@ -308,10 +310,10 @@ class _Layout:
 
 
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
-    """Return the memory layout of the given outputs, if deferred logits can have the same layout.
+    """Return the memory layout of `group`, graph outputs that are logits and share memory.
 
-    Deferred logits are computed only when they are first read. If they cannot have the memory
-    layout of the given outputs, return the reason.
+    Deferred logits, which are computed only when they are first read, need the same layout. If they
+    cannot have this layout, return the reason.
     """
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)
@@ -395,9 +397,10 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Describe view steps as calls of view operations.
+    """Describe `steps`, nodes that make a returned view of logits, as calls of view operations.
 
-    Sizes that differ from one call of the graph to the next become additional outputs of the graph.
+    `slots` contains the outputs of the graph. Sizes that differ from one call of the graph to the
+    next are appended as additional outputs.
     """
 
     def given(arg: Any) -> Any:

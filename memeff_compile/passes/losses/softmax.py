@@ -90,8 +90,8 @@ class Total:
 class SoftmaxReader:
     """Finds the softmaxes in one graph.
 
-    `HeadReader` may run nodes on fake tensors, which is slow. So this class looks for an output
-    projection only after this class has found a softmax.
+    The class uses `HeadReader` to find the output projection before a softmax. `HeadReader` may run
+    nodes on fake tensors, which is slow. So the class looks for a softmax first.
     """
 
     def __init__(self, info: GraphInfo, reader: HeadReader) -> None:
@@ -100,19 +100,24 @@ class SoftmaxReader:
     def log_probs(self, node: Any) -> Soft | Decline | None:
         """If a node computes log-probabilities over the classes, return them as a `Soft`.
 
-        For other nodes, return None; if the log-probabilities come from no output projection,
-        return a Decline.
+        The `Soft` contains the nodes from the output projection to the log-probabilities. For other
+        nodes, return None. If the log-probabilities come from no output projection, return a
+        Decline (the reason).
         """
         return self._read(node, self._start_of_log_probs)
 
     def signed_log_probs(self, node: Any) -> Soft | Decline | None:
-        """If a node computes log-probabilities or negated log-probabilities, return them as a
-        `Soft`; the negation may come before or after steps that move rows."""
+        """If a node computes log-probabilities, negated or not, return them as a `Soft`.
+
+        The `Soft` contains the nodes from the output projection to the log-probabilities. Nodes
+        that reorder, select or regroup rows may come before or after the negation."""
         return self._read(node, self._start_of_log_probs, signed=True)
 
     def probs(self, node: Any) -> Soft | None:
-        """If a node computes probabilities over the classes, return them as a `Soft`, otherwise
-        return None."""
+        """If a node computes probabilities over the classes, return them as a `Soft`.
+
+        The `Soft` contains the nodes from the output projection to the probabilities. For other
+        nodes, return None."""
         soft = self._read(node, self._start_of_probs)
         return soft if isinstance(soft, Soft) else None
 

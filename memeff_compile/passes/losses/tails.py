@@ -124,7 +124,9 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return those fields of this gather that a `Tail` also has, such as the class indices."""
+        """Return the class indices of this gather as fields of a `Tail` (a result of the logits).
+
+        The fields also say how negative class indices count."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -213,7 +215,7 @@ class TailReader:
 
     def chain_of_log_probs(self, node: Node) -> Chain | None:
         """If `node` is the log-probabilities of logits, or the negative log-probabilities, return
-        the chain (output projection and steps) of these logits.
+        the chain (output projection and later nodes) of these logits.
         """
         soft = self.softmax.signed_log_probs(node)
         return soft.chain if isinstance(soft, Soft) else None
@@ -517,8 +519,9 @@ class TailReader:
     def _is_over_a_dimension(self, a: Any, reduction: int) -> bool:
         """Return whether a sum or mean has a supported form.
 
-        The sum or mean must be over a single dimension, or over all dimensions (if `reduction` is
-        not 0). The sum or mean must be computed in its operand's dtype or a wider dtype."""
+        With `reduction` 0, the sum or mean must be over a single dimension. Any other `reduction`
+        means a sum or mean over all dimensions. The sum or mean must be computed in its operand's
+        dtype or a wider dtype."""
         value, dims = self.info.tensor(a["self"]), a["dim"]
         if value is None or value.dim() == 0 or (not reduction and len(dims) != 1):
             return False
@@ -743,8 +746,10 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:
-    """Return whether two chains (logits from an output projection and steps) have equal values at
-    the same positions; their gradients may differ.
+    """Return whether the logits of two chains have equal values at the same positions.
+
+    A chain is an output projection and the nodes after it, such as scales. The gradients of the two
+    chains may differ.
     """
     left, right = fold(a), fold(b)
     return (
@@ -757,8 +762,10 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Return a Decline for a training graph that returns its logits and contains no loss of these
-    logits.
+    """Yield a Decline (the reason for no rewrite) for a training graph that returns its logits.
+
+    The graph contains no loss of these logits, so the loss is computed outside the graph. If the
+    pass `defer_logits` will defer the logits, yield nothing for them.
     """
     for match in returned_logits(info):
         if is_deferrable(info, match):

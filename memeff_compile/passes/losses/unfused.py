@@ -41,11 +41,11 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained output projection with at least 8,192 classes that the
-    report does not mention otherwise.
+    """Yield a Decline for each trained output projection whose loss was not fused.
 
-    `judged` contains the projections and nodes for which a pass has already reported a change or
-    a decline.
+    A Decline is the reason for no rewrite, which the report shows. The projection must have at
+    least 8,192 classes. `judged` contains the projections and nodes for which a pass has already
+    reported a change or a decline. These projections are skipped.
     """
     if not info.needs_grad:
         return
@@ -198,8 +198,9 @@ def _own_function(info: GraphInfo, node: Node) -> Decline | None:
 
 
 def _cut_inside_a_loss(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for a loss that contains a graph break, so that no graph contains both the
-    loss and its output projection."""
+    """Yield a Decline (the reason for no rewrite) for a loss that contains a graph break.
+
+    Because of the break, no graph contains both the loss and its output projection."""
     if info.parent is None and compat.is_cut_in(info.gm, TRL_LOSS):
         said = (
             "TRL computes this loss by its own head (fused_lm_head=True), inside of which Dynamo "
