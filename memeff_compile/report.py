@@ -308,8 +308,8 @@ class LogitsUse:
         self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
-        """Count a call of a fused loss op, and keep the largest number of bytes of logits that one
-        call did not build."""
+        """Count a call of a fused loss op; keep the largest number of bytes of logits that one call
+        did not build."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 

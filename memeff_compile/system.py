@@ -97,15 +97,16 @@ class Hooks:
         method, because a backend cannot change the model."""
 
     def wants(self, request: Request) -> bool:
-        """Return whether the arguments of `memeff_compile.compile` ask this system (an optional
-        part of the package, such as KV caches) to change the model."""
+        """Return whether a call of `memeff_compile.compile` asks this system to change the model.
+
+        A system is an optional part of this package, such as KV caches."""
         return False
 
     def check(self, request: Request) -> None:
-        """Raise an error if this system (an optional part of the package, such as KV caches) does
-        not support a call of `memeff_compile.compile`.
+        """Raise an error if this system does not support a call of `memeff_compile.compile`.
 
-        The core calls this method before any system changes the model."""
+        A system is an optional part of this package, such as KV caches. The core calls this method
+        before any system changes the model."""
 
     def prepare(self, request: Request) -> Any:  # noqa: ANN401
         """Change the model, and return the options with which the changed model is compiled."""
@@ -114,27 +115,28 @@ class Hooks:
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
         """Compile the model in place with the given arguments and return True, or return False.
 
-        If every system (an optional part of the package, such as KV caches) returns False, the core
+        If every system (an optional part of this package, such as KV caches) returns False, the core
         compiles the model."""
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that this system (an optional part of the package, such as KV caches)
-        made to a model, as far as possible.
+        """Undo all changes that this system made to a model, as far as possible.
 
-        Return which changes were undone and which were not.
+        A system is an optional part of this package, such as KV caches. Return which changes were
+        undone and which were not.
         """
         return Undone()
 
     def guard(self, graph: Graph) -> None:
         """Replace Dynamo's guards on those graph inputs that are tensors of this system (an
-        optional part of the package), such as compressed weights.
+        optional part of this package).
 
-        This method is called only for graphs without gradients."""
+        Such tensors are, for example, compressed weights. This method is called only for graphs without gradients."""
 
     def forget(self) -> None:
-        """Free all memory that this system (an optional part of the package) keeps between calls,
-        such as buffers of KV caches; `memeff_compile.reset()` calls this method."""
+        """Free all memory that this system (an optional part of this package) keeps between calls.
+
+        An example is the buffers of KV caches. `memeff_compile.reset()` calls this method."""
 
 
 @dataclass(frozen=True)

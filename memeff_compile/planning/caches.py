@@ -122,7 +122,7 @@ def explain_cache(
         recent: the minimum number of latest tokens that stay exact, as for `KVCache`.
         keep_first: the number of first tokens that stay exact, as for `KVCache`.
         merge: as for `KVCache`, None, "minicache" or a `MiniCache`. The last two merge pairs of
-            layers, which then share directions (unit vectors) of older tokens' values, and by
+            layers. Merged layers share directions (unit vectors) of older tokens' values, and by
             default of their keys. With 16 bits, merged layers store these directions without
             quantising them. `KVCache` refuses `MiniCache(values_only=True)` with 16 bits. If you
             pass this setting, the function's result for 16 bits counts all layers as unmerged.

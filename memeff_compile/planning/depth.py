@@ -131,8 +131,9 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 
 def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Return a copy of a model in which each tensor whose id is a key of `memo` is replaced by
-    the value in `memo`."""
+    """Return a copy of a model in which some tensors are replaced.
+
+    `memo` maps the ids of these tensors to the objects that replace them."""
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

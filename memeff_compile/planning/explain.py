@@ -160,8 +160,9 @@ why the batch or the length is fixed.
 
 
 def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture (trace) a model with a few of its blocks (layers), or with all of them if the model
-    does not run with fewer."""
+    """Capture (trace) a model with a few of its blocks (layers).
+
+    If the model does not run with fewer blocks, capture all of them."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -295,8 +296,8 @@ class Explanation(VerbReport):
             **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is not valid. Also if `batch` or `length` differs from that of
-                the traced call, and this model's memory is known only for that call's value. For
+            ExplainError: a setting is not valid. Also if `batch` or `length` differs from the
+                traced call's, and the model's memory is known only for the traced call. For
                 example, a model may round lengths up to whole chunks.
 
         Example:

@@ -63,8 +63,8 @@ class ServingRow:
 class ServingFit(VerbReport):
     """The table that `fit_serving` returns.
 
-    Each row has a codec (format) of weights, a number of bits of the KV cache, and the longest
-    context and the largest batch that fit into memory."""
+    Each row combines a codec (format) of weights with a number of bits of the KV cache. The row has
+    the longest context and the largest batch that fit into memory."""
 
     name: str  # of the model
     memory: int  # bytes of one GPU
