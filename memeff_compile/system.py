@@ -115,8 +115,8 @@ class Hooks:
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
         """Compile the model in place with the given arguments and return True, or return False.
 
-        If every system (an optional part of this package, such as KV caches) returns False, the core
-        compiles the model."""
+        If every system (an optional part of this package, such as KV caches) returns False, the
+        core compiles the model."""
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
@@ -131,7 +131,8 @@ class Hooks:
         """Replace Dynamo's guards on those graph inputs that are tensors of this system (an
         optional part of this package).
 
-        Such tensors are, for example, compressed weights. This method is called only for graphs without gradients."""
+        Such tensors are, for example, compressed weights. This method is called only for graphs
+        without gradients."""
 
     def forget(self) -> None:
         """Free all memory that this system (an optional part of this package) keeps between calls.
