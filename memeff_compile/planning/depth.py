@@ -36,15 +36,16 @@ class Stack:
 
     @property
     def is_short(self) -> bool:
-        """Return whether some blocks (layers) of this list are not captured, that is, traced."""
+        """Return whether some blocks (layers) of this list are not captured (traced)."""
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the indices of all blocks (layers) that the captured block at `place` represents.
+        """Return the indices, in the whole list, of all blocks that a captured block represents.
 
-        Only some blocks of a model are captured (traced). The first and the last block represent
-        only themselves. Any other captured block also represents the blocks of its kind that are
-        not captured. Their tensors have the same sizes."""
+        Only some blocks (layers) of a model are captured (traced). `place` is the index of the
+        captured block among these blocks. The first and the last block represent only themselves.
+        Any other captured block also represents the blocks of its kind that are not captured. Their
+        tensors have the same sizes."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -59,7 +60,7 @@ class Stack:
 def stacks_of(model: object) -> list[Stack]:
     """Return a model's outermost lists of blocks (layers), and which blocks of each list to trace.
 
-    These are the first block, the last block, and one block of each kind from between them."""
+    The blocks to trace are the first one, the last one, and one of each kind from between them."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []

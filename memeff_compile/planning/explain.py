@@ -181,9 +181,10 @@ def _captured(
 ) -> _Captured:
     """Capture (trace) a model at the sizes of the user's call, and again at other sizes.
 
-    Sizes are batch size and sequence length. The captures show how the sizes of buffers depend on
-    them. If a buffer's size follows no formula in the length, the predicted memory holds only for
-    the call's length. For example, a model may round lengths up to whole chunks.
+    The sizes of a call are batch size and sequence length. The captures show how the sizes of
+    buffers depend on batch size and length. If a buffer's size follows no formula in the length,
+    the predicted memory holds only for the call's length. For example, a model may round lengths
+    up to whole chunks.
 
     A prediction that holds only for the call's length may also hold only for the call's batch size.
     The prediction holds only for the call's batch size if a size follows no formula in the batch

@@ -24,7 +24,7 @@ class Values:
     """The known values of some fake tensors.
 
     The model runs its ops on fake tensors. If the result of an op is known and has no axes, the
-    model gets a real tensor with one number. If such a result has axes, the model gets a fake
+    model gets a real tensor with one number. If a known result has axes, the model gets a fake
     tensor, which has the known values in an attribute.
     """
 

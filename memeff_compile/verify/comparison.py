@@ -454,7 +454,7 @@ def _gradients(
 ) -> list[Tensor | None] | None:
     """Return the gradient of each input.
 
-    The backward pass starts from gradients of the outputs that this function chooses. The chosen
+    This function chooses gradients of the outputs, from which the backward pass starts. The chosen
     gradients are equal in every run.
     """
     asked = [leaf for leaf in leaves if leaf is not None]
