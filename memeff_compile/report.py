@@ -308,17 +308,17 @@ class LogitsUse:
         self.is_counted = False
 
     def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
-        """Count a call of the fused op, and keep the largest number of bytes of logits that one
-        call did not build."""
+        """Count a call of a fused loss op; keep the largest number of bytes of logits that one call
+        did not build."""
         self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
     def count_computed(self, reason: str, line: str = "") -> None:
-        """Count a computation of logits, and record the op and the line of the user's code that
-        requested it.
+        """Count a computation of logits, and record the op that read the logits.
 
-        The report treats the op as a part of a metric such as accuracy. If `record_gradient` is
-        called for the op later, the report treats the op as a part of a loss.
+        `reason` names this op, and `line` is the line of user code that called it. The report
+        treats the op as a part of a metric such as accuracy. If `record_gradient` is called for the
+        op later, the report treats the op as a part of a loss.
         """
         self.computed[reason] = self.computed.get(reason, 0) + 1
         self.computing_steps += not self.is_counted
@@ -327,7 +327,7 @@ class LogitsUse:
             self.readers.setdefault(reason, (line, False))
 
     def record_gradient(self, reason: str, line: str) -> None:
-        """Record that a backward pass went through an op that had read the logits.
+        """Record that a backward pass went through the op `reason`, which had read the logits.
 
         So the op is a part of a loss, and this loss needs the logits.
         """
@@ -335,12 +335,12 @@ class LogitsUse:
             self.readers[reason] = (line, True)
 
     def has_gradient(self, reason: str) -> bool:
-        """Return whether a backward pass went through an op that had read the logits."""
+        """Return whether a backward pass went through the op `reason`, which read the logits."""
         return reason in self.readers and self.readers[reason][1]
 
     @property
     def calls(self) -> int:
-        """Return the number of calls of the fused op."""
+        """Return the number of run-time calls of fused loss ops, which do not build logits."""
         return sum(self.fused.values())
 
     @property
@@ -390,7 +390,7 @@ class LogitsUse:
 
     @property
     def bytes_saved(self) -> int:
-        """Return the largest number of bytes of logits that one call of the fused op saved.
+        """Return the largest number of bytes of logits that one call of a fused loss op saved.
 
         If the logits were computed anyway, for example for a metric, return 0."""
         return 0 if self.computed else self.unbuilt

@@ -43,7 +43,9 @@ class PassFacts:
 
 @dataclass(frozen=True)
 class SystemPass:
-    """A pass that a system (such as KV caches) adds, and the core pass after which it runs."""
+    """A pass that a system adds, and the core pass after which it runs.
+
+    A system is an optional part of this package, such as KV caches."""
 
     facts: PassFacts
     source: str  # "module:class"
@@ -52,7 +54,9 @@ class SystemPass:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `memeff_compile.compile`, as passed to each system (such as KV caches)."""
+    """One call of `memeff_compile.compile`, as passed to each system.
+
+    A system is an optional part of this package, such as KV caches."""
 
     model: object
     options: Any  # the parsed `Options`
@@ -61,8 +65,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Undone:
-    """The parts of a model that a system (such as KV caches) restored, and the parts that could not
-    be restored."""
+    """The changes to a model that a system undid, and the changes that could not be undone.
+
+    A system is an optional part of this package, such as KV caches, that can change a model."""
 
     what: str = ""  # a short description, or "" if no part was changed
     places: Mapping[str, str] = field(default_factory=dict)  # new state by name
@@ -84,46 +89,55 @@ class Graph(Protocol):
 
 
 class Hooks:
-    """The functions of a system (such as KV caches) that the core of this package calls. By default
-    these functions do nothing."""
+    """The functions of a system (an optional part of this package, such as KV caches) that the core
+    of this package calls. By default these functions do nothing."""
 
     def refuse(self, options: Any) -> None:  # noqa: ANN401
         """Raise OptionError if an option requires a change of the model; the backend calls this
         method, because a backend cannot change the model."""
 
     def wants(self, request: Request) -> bool:
-        """Return whether the arguments of `memeff_compile.compile` ask the system (such as KV
-        caches) to change the model."""
+        """Return whether a call of `memeff_compile.compile` asks this system to change the model.
+
+        A system is an optional part of this package, such as KV caches."""
         return False
 
     def check(self, request: Request) -> None:
-        """Raise an error for an unsupported request, before any system changes the model."""
+        """Raise an error if this system does not support a call of `memeff_compile.compile`.
+
+        A system is an optional part of this package, such as KV caches. The core calls this method
+        before any system changes the model."""
 
     def prepare(self, request: Request) -> Any:  # noqa: ANN401
         """Change the model, and return the options with which the changed model is compiled."""
         return request.options
 
     def compile(self, request: Request, given: Mapping[str, Any]) -> bool:
-        """Compile the model in place with the given arguments; return whether the system (such as
-        KV caches) compiled it."""
+        """Compile the model in place with the given arguments and return True, or return False.
+
+        If every system (an optional part of this package, such as KV caches) returns False, the
+        core compiles the model."""
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that the system (such as KV caches) made to a model, as far as possible.
+        """Undo all changes that this system made to a model, as far as possible.
 
-        Return which changes were undone and which were not.
+        A system is an optional part of this package, such as KV caches. Return which changes were
+        undone and which were not.
         """
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Replace Dynamo's guards on those graph inputs that are tensors of the system (such as
-        compressed weights).
+        """Replace Dynamo's guards on those graph inputs that are tensors of this system (an
+        optional part of this package).
 
-        This method is called only for graphs without gradients."""
+        Such tensors are, for example, compressed weights. This method is called only for graphs
+        without gradients."""
 
     def forget(self) -> None:
-        """Free all memory that the system keeps between calls, such as buffers of KV caches;
-        `memeff_compile.reset()` calls this method."""
+        """Free all memory that this system (an optional part of this package) keeps between calls.
+
+        An example is the buffers of KV caches. `memeff_compile.reset()` calls this method."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,8 @@ def in_order(
 ) -> tuple[Item, ...]:
     """Return the core's items (such as passes) in order, with the items of each system inserted.
 
-    A system, such as KV caches, names the core pass after which its items are inserted."""
+    A system (an optional part of this package, such as KV caches) names the core pass after which
+    its items are inserted."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

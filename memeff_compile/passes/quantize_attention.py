@@ -87,7 +87,9 @@ class Site:
 
     @property
     def level(self) -> str:
-        """Return the low-bit level of this call as text for the report."""
+        """Return the precision level of this attention call, such as "8b", as text for the report.
+
+        If the level changes between executions of this call, the text lists the levels in order."""
         if len(self.levels) == 1:
             return self.levels[0]
         return "by call: " + ", ".join(

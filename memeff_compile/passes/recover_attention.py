@@ -73,7 +73,8 @@ class Match:
 
 class RecoverAttention(GraphPass):
     """The pass that rewrites attention calls with dense masks into calls that PyTorch's fast
-    kernels support. The kernel that PyTorch chooses for the new call determines which buffers a
+    kernels support. A rewrite can avoid buffers for the mask, the repeated keys and values, and the
+    scores. The kernel that PyTorch chooses for the new call determines which of these buffers the
     rewrite avoids.
     """
 
@@ -226,10 +227,10 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return the arguments with which PyTorch's call can express a mask, and text for the report.
+    """Return how `scaled_dot_product_attention` can express a mask, and text for the report.
 
-    The arguments are is_causal and the number of keys to keep (None keeps all). Return None if
-    PyTorch's call cannot express the mask.
+    The result has the argument is_causal and the number of keys to keep (None keeps all). Return
+    None if `scaled_dot_product_attention` cannot express the mask.
     """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:

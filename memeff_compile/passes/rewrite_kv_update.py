@@ -12,11 +12,11 @@ memeff.kv_cache_append also writes to the caches in place. The pass does not cha
 writes to the same cache.
 
 `last` contains, for each query, the index of the last key that the query may attend to. Later keys
-do not affect the result. So for every boolean mask, the result equals that of attention over the
-whole cache with this mask. If the mask compares key indices with the positions of the queries,
-`last` is computed from these positions on the device. The mask is then removed. Any other boolean
-mask, such as the one that generate() builds outside of the graph, is passed to
-memeff::kv_cache_attention. In this case, `last` is computed from the mask once per forward pass.
+do not affect the result. If the mask compares key indices with the positions of the queries, `last`
+is computed from these positions on the device. The mask is then removed. Any other boolean mask,
+such as the one that generate() builds outside of the graph, is passed to memeff::kv_cache_attention
+together with `last`. In this case, `last` is computed from the mask once per forward pass. So in
+each of the two cases, the result equals that of attention over the whole cache with the mask.
 
 The pass deletes only nodes that it replaces. The pass does not call Graph.eliminate_dead_code,
 because that would also delete the writes to the cache, whose results no node uses.

@@ -117,12 +117,14 @@ def explain_cache(
         memory: memory of the GPU, in bytes or as a size such as "141GB".
         batch: the number of sequences for which the longest context is computed.
         length: the number of tokens per sequence for which the largest batch is computed.
-        scheme: as for `KVCache`.
-        group: as for `KVCache`.
-        recent: as for `KVCache`.
-        keep_first: as for `KVCache`.
-        merge: as for `KVCache`, a `MiniCache` or its name. With 16 bits, merged layers store no
-            low-bit codes. `KVCache` refuses `MiniCache(values_only=True)` with 16 bits. If you
+        scheme: which numbers share a scale, "kivi" or "per_head", as for `KVCache`.
+        group: the number of tokens that are encoded together, as for `KVCache`.
+        recent: the minimum number of latest tokens that stay exact, as for `KVCache`.
+        keep_first: the number of first tokens that stay exact, as for `KVCache`.
+        merge: as for `KVCache`, None, "minicache" or a `MiniCache`. The last two merge pairs of
+            layers. Merged layers share directions (unit vectors) of older tokens' values, and by
+            default of their keys. With 16 bits, merged layers store these directions without
+            quantising them. `KVCache` refuses `MiniCache(values_only=True)` with 16 bits. If you
             pass this setting, the function's result for 16 bits counts all layers as unmerged.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
@@ -361,17 +363,19 @@ def _mode(
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
     """Return the bytes of the means and matrices that align the values of two merged layers.
 
-    The bytes are for one sequence. The two merged layers share only directions of their values.
-    Each layer stores its own keys."""
+    The bytes are for one sequence. The two merged layers share only the directions (unit vectors)
+    of their values. Each layer stores its own keys."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes that a pair of merged layers needs.
+    """Return the bytes of one sequence in the KV caches of two merged layers together.
 
-    The first number is for one more token in the cache, the second for a cache of `tokens` tokens.
+    Merged layers share directions (unit vectors) of values, and of keys unless `values_only` is
+    set. The first number is for one more token in the cache, the second for a cache of `tokens`
+    tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -97,10 +97,11 @@ class Capture:
         return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
 
     def grows_as(self, other: Capture) -> str:
-        """Return "" if the sizes in this capture and in `other` are equal.
+        """Return "" if the tensors in this capture and in `other` have equal sizes.
 
-        Sizes are compared as formulas in batch size and length. If sizes or operations
-        differ, return a sentence that names the difference."""
+        The captures are graphs of one model, traced at two pairs of batch size and length. Sizes
+        are compared as formulas in batch size and length. If sizes or operations differ, return a
+        sentence that names the difference."""
         told = other.at
         mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
         if mine != theirs:

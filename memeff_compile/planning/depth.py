@@ -36,12 +36,16 @@ class Stack:
 
     @property
     def is_short(self) -> bool:
-        """Return whether some blocks of the list are not captured."""
+        """Return whether some blocks (layers) of this list are not captured (traced)."""
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the indices, in the whole list, of all blocks that the captured block at `place`
-        represents (the blocks of the same kind)."""
+        """Return the indices, in the whole list, of all blocks that a captured block represents.
+
+        Only some blocks (layers) of a model are captured (traced). `place` is the index of the
+        captured block among these blocks. The first and the last block represent only themselves.
+        Any other captured block also represents the blocks of its kind that are not captured. Their
+        tensors have the same sizes."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)
@@ -49,12 +53,14 @@ class Stack:
         return tuple(i for i in others if i == index or i not in self.kept)
 
     def whole(self) -> Stack:
-        """Return a copy of the list of blocks in which every block is captured."""
+        """Return a copy of this list of blocks (layers) in which every block is to be traced."""
         return replace(self, kept=tuple(range(self.depth)))
 
 
 def stacks_of(model: object) -> list[Stack]:
-    """Return the outermost lists of blocks in a model, and which blocks of each list to capture."""
+    """Return a model's outermost lists of blocks (layers), and which blocks of each list to trace.
+
+    The blocks to trace are the first one, the last one, and one of each kind from between them."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []
@@ -126,7 +132,9 @@ def configs_of(model: nn.Module) -> Iterator[Any]:
 
 
 def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Return a copy of a model in which some tensors, given by their ids, are replaced."""
+    """Return a copy of a model in which some tensors are replaced.
+
+    `memo` maps the ids of these tensors to the objects that replace them."""
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -138,8 +146,8 @@ def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
-    """Return a copy of the model with fewer blocks; the copy shares its parameters with the
-    original.
+    """Return a copy of the model with only the blocks (layers) that `stacks` keep; the copy shares
+    its parameters with the original.
     """
     copied = copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
     configs = list(configs_of(copied))
@@ -162,9 +170,10 @@ def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
 
 
 def _shorten(config: object, stack: Stack) -> None:
-    """Set the number of blocks in a config.
+    """Set the number of blocks in a config to the number of those that `stack` keeps.
 
-    In the config's lists with one entry per block, keep only the entries of the remaining blocks.
+    `stack` describes a list of blocks (layers). In the config's lists with one entry per block,
+    keep only the entries of the blocks that `stack` keeps.
     """
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == stack.depth:

@@ -160,8 +160,9 @@ why the batch or the length is fixed.
 
 
 def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Progress) -> _Captured:
-    """Capture a model with a few of its blocks, or with all of them if the model does not run with
-    fewer."""
+    """Capture (trace) a model with a few of its blocks (layers).
+
+    If the model does not run with fewer blocks, capture all of them."""
     stacks = stacks_of(model)
     asked = [path for paths in options.skip.values() for path in paths]
     asked += [] if isinstance(options.attention, str) else list(options.attention)
@@ -178,11 +179,12 @@ def captures(model: Any, options: Options, sizes: Sizes, take: _Take, said: Prog
 def _captured(
     model: Any, stacks: list[Stack], sizes: Sizes, take: _Take, said: Progress
 ) -> _Captured:
-    """Capture a model at the sizes of the call, and again at other sizes.
+    """Capture (trace) a model at the sizes of the user's call, and again at other sizes.
 
-    The captures show how the sizes of buffers depend on batch size and length. If a size follows no
-    formula in the length, the predicted memory holds only for the call's length. For example, a
-    model may round lengths up to whole chunks.
+    The sizes of a call are batch size and sequence length. The captures show how the sizes of
+    buffers depend on batch size and length. If a buffer's size follows no formula in the length,
+    the predicted memory holds only for the call's length. For example, a model may round lengths
+    up to whole chunks.
 
     A prediction that holds only for the call's length may also hold only for the call's batch size.
     The prediction holds only for the call's batch size if a size follows no formula in the batch
@@ -288,15 +290,16 @@ class Explanation(VerbReport):
         """Return the memory of a training step for a setting.
 
         Args:
-            batch: sequences per GPU; by default those of the call.
-            length: tokens per sequence; by default those of the call.
+            batch: sequences per GPU; by default as in the model call that `explain` traced.
+            length: tokens per sequence; by default as in the traced call.
             memory: the memory of one GPU, such as "80GB", for which the largest batch is computed.
                 By default, the memory of the GPU that was passed to `explain`.
             **given: the fields of `Setting`; by default one GPU and no optimizer.
 
         Raises:
-            ExplainError: a setting is not valid; or `batch` or `length` differs from the
-                call's, although the plan holds only for the call's sizes.
+            ExplainError: a setting is not valid. Also if `batch` or `length` differs from the
+                traced call's, and the model's memory is known only for the traced call. For
+                example, a model may round lengths up to whole chunks.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP

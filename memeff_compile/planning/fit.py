@@ -121,7 +121,7 @@ class Row:
     why: str = ""  # why this model cannot use the setting
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as a dictionary of plain values."""
+        """Return the row (a training setting and the memory that it needs) as a dictionary."""
         return {
             "setting": self.kind.name,
             "peak_bytes": self.peak,
@@ -134,13 +134,16 @@ class Row:
 
 
 def lines_of(write: str, rank: int = RANK) -> list[str]:
-    """Return the lines of user code that apply the setting of a row."""
+    """Return the lines of user code that apply a training setting.
+
+    `write`, for example "c S m", has one key of `LINES` for each line. `rank` is the rank of LoRA
+    matrices."""
     return [LINES[key].replace("RANK", str(rank)) for key in write.split()]
 
 
 @dataclass(frozen=True)
 class Fit(VerbReport):
-    """The table of settings that `fit` returns."""
+    """The table that `fit` returns: training settings, and the memory that each one needs."""
 
     name: str  # of the model
     parameters: int
@@ -152,18 +155,18 @@ class Fit(VerbReport):
 
     @property
     def room(self) -> int:
-        """Return the bytes that a step may use, which leaves 10 % of the memory free."""
+        """Return the bytes that a training step may use, which leaves 10 % of the memory free."""
         return int(self.memory * (1 - LEFT_FREE))
 
     @property
     def first(self) -> Row | None:
-        """Return the first row of the table whose setting uses this package and fits into memory.
-        Rows whose settings change the training less come first."""
+        """Return the first row of the table whose training setting uses this package and fits into
+        memory. Rows whose settings change the training less come first."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
     def nearest(self) -> Row:
-        """Return the row of the table whose setting needs the least memory."""
+        """Return the row of the table whose training setting needs the least memory."""
         return min(
             (row for row in self.rows if row.peak is not None), key=lambda row: row.peak or 0
         )
@@ -208,7 +211,7 @@ class Fit(VerbReport):
         yield from (f"      {line}" for line in lines_of(first.kind.write, self.rank))
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the table as JSON."""
+        """Return the table of training settings as JSON."""
         data = {
             "model": self.name,
             "parameters": self.parameters,
@@ -304,10 +307,12 @@ def fit(
     Args:
         model: a config.json, a folder with one, `module:function`, or a model of transformers,
             on any device, "meta" included. Gradient checkpointing must be off in this model. If
-            gradient checkpointing is on, the rows "as is" describe training with checkpointing.
+            gradient checkpointing is on, the table's rows for the unchanged model ("as is")
+            describe training with checkpointing.
         memory: the memory of the GPU, such as "24GB"; by default the memory of the GPU that `gpu`
             names.
-        gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed; by default an H100.
+        gpu: the name of a GPU, such as "rtx4090", whose kernels are assumed. If you pass only
+            `memory`, the kernels of an H100 are assumed.
         length: number of tokens per sequence.
         batch: number of sequences for which the peak is computed.
         rank: rank of the LoRA matrices.

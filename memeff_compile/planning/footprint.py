@@ -43,7 +43,7 @@ LOSSES = tuple(
 
 @dataclass(frozen=True)
 class Block:
-    """A captured block of a model, such as a layer.
+    """A block of a model, such as a layer, that was captured (traced into a graph).
 
     A block is identified by the list of blocks that contains the block, and by an index among the
     captured blocks of this list."""
@@ -53,7 +53,9 @@ class Block:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Return the blocks of the whole model that this captured block represents."""
+        """Return the indices of the blocks (layers) of the whole model that this block represents.
+
+        Their tensors have the same sizes as the tensors of this block, which was traced."""
         return self.stack.alike(self.place)
 
 
@@ -166,8 +168,8 @@ def _outside(found: Owned) -> Parts:
     """Return the bytes of all tensors at a moment of the step when no block runs, by kind of
     tensor.
 
-    A captured block may represent several equal blocks of the model. The bytes of a tensor that
-    belongs to this block are then multiplied by the number of these blocks.
+    A captured (traced) block may represent several equal blocks of the model. The bytes of a tensor
+    that belongs to this block are then multiplied by the number of these blocks.
     """
     parts: dict[str, sympy.Expr] = defaultdict(int)
     for (part, owner), size in found.items():
@@ -305,11 +307,11 @@ class _Replay:
                 line.last_read[buffer] = ends[last[buffer]]
 
     def in_the_whole_model(self, place: _Place, found: Owned) -> Iterator[Moment]:
-        """Yield the tensors that exist at a moment in the whole model.
+        """Yield the bytes of tensors that exist at a moment of a step of the whole model.
 
-        A captured block from the middle of a list (neither first nor last) represents several
-        blocks of the same kind. For a moment in such a block, yield the tensors for the first and
-        for the last of the represented blocks.
+        Only some blocks (layers) of the model are captured (traced). A captured block that is
+        neither first nor last in its list may represent several blocks of its kind. For a moment in
+        such a block, yield the bytes for the first and for the last of the represented blocks.
         """
         phase, block, is_outside = place
         if block is None:
@@ -326,8 +328,10 @@ class _Replay:
                 yield Moment(f"{phase}, {block.stack.path}.{index}", parts, "block")
 
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
-        """Return the tensors of the whole model that exist at a moment while block `index` of the
-        whole model runs."""
+        """Return the bytes of all tensors that exist while block (layer) `index` of the model runs.
+
+        `found` has these bytes for the model with few blocks that was traced. The traced `block`
+        represents block `index` of the whole model."""
         parts: dict[str, sympy.Expr] = defaultdict(int)
         for (part, owner), size in found.items():
             is_apart = owner is not None and owner.stack != block.stack and part in PER_BLOCK

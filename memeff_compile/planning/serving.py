@@ -45,7 +45,7 @@ class ServingRow:
         return f"compile({', '.join(['model', *options])})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as a dictionary of plain values."""
+        """Return this combination of weight codec and KV cache bits as a dictionary."""
         return {
             "weights": self.codec,
             "weights_bytes": self.weights,
@@ -61,7 +61,10 @@ class ServingRow:
 
 @dataclass(frozen=True)
 class ServingFit(VerbReport):
-    """The table of settings that `fit_serving` returns."""
+    """The table that `fit_serving` returns.
+
+    Each row combines a codec (format) of weights with a number of bits of the KV cache. The row has
+    the longest context and the largest batch that fit into memory."""
 
     name: str  # of the model
     memory: int  # bytes of one GPU
@@ -105,7 +108,7 @@ class ServingFit(VerbReport):
         ]
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the table as JSON."""
+        """Return the table of weight codecs and KV cache bits as JSON."""
         data = {
             "model": self.name,
             "batch": self.batch,

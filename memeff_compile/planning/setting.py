@@ -240,11 +240,12 @@ def _as_in_the_paper(
 
 
 def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
-    """Return the bytes of the tensors that exist on each of several GPUs at a moment of the step.
+    """Return the bytes of each kind of tensor on each GPU at a moment of a training step.
 
-    FSDP may still reduce a block's gradients when the next block's backward pass runs. So the
-    unsharded gradients of two blocks exist at the same time. Gradients of weights outside all
-    blocks exist unsharded until the end of the backward pass.
+    `parts` has these bytes without sharding over GPUs. FSDP may still reduce the gradients of a
+    block (layer) when the next block's backward pass runs. So the unsharded gradients of two blocks
+    exist at the same time. Gradients of weights outside all blocks exist unsharded until the end of
+    the backward pass.
     """
     if setting.shards == 1:
         return parts

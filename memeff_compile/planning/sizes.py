@@ -54,9 +54,10 @@ class Told:
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
         """Return a batch size and a length that differ from all constants of the model.
 
-        The length is about three quarters of the call's length. A model may round lengths up to
-        whole chunks. If the call's length is a whole number of chunks, only another length shows
-        the rounding. A shorter length is within the model's position tables.
+        The length is about three quarters of the sequence length in the user's call, which `sizes`
+        contains. A model may round lengths up to whole chunks. If the call's length is a whole
+        number of chunks, only another length shows the rounding. A shorter length is within the
+        model's position tables.
         """
         others = {size for size in constants if size > 1}
         batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
@@ -112,7 +113,7 @@ def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A size in bytes: its formula, and the formula's value at each point (a batch size and a
+    """A size in bytes: its formula, and the formula's value at each point (pair of batch size and
     length) of a `Scale`.
     """
 
@@ -132,7 +133,7 @@ class Scale:
     _read: dict[int, sympy.Expr] = field(default_factory=dict)
 
     def of(self, formula: sympy.Expr | int) -> Size:
-        """Return a size in bytes with its formula and its values."""
+        """Return a formula for bytes as a `Size`, with the formula's value at each of `points`."""
         expression = sympy.sympify(formula)
         if expression not in self._known:
             values = tuple(int(expression.xreplace(dict(p))) for p in self.points)
@@ -194,20 +195,21 @@ def tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def added(first: Values, second: Iterable[int]) -> Values:
-    """Return the sum of two sizes at each point (a batch size and a length)."""
+    """Return the sum of two sizes in bytes, for each pair of batch size and length."""
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
 def taken(first: Values, second: Iterable[int]) -> Values:
-    """Return the difference of two sizes at each point (a batch size and a length)."""
+    """Return the difference of two sizes in bytes, for each pair of batch size and length."""
     return tuple(a - b for a, b in zip(first, second, strict=True))
 
 
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
     """Return several pairs of batch size and length near the user's pair, which comes first.
 
-    If `told` has no batch size, all pairs have the user's batch size; if it has no length, all
-    pairs have the user's length.
+    `told` has the batch size and the length of the traced graphs. Each of the two is None if the
+    sizes of buffers do not show how they grow with it. If `told` has no batch size, all pairs have
+    the user's batch size. If `told` has no length, all pairs have the user's length.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

@@ -334,7 +334,9 @@ class _Fusion:
         self.inside = self._read_only_inside()
 
     def leader(self, node: Node) -> Node:
-        """Return the node that represents the kernel of `node`."""
+        """Return the node that identifies the fused kernel in which `node` runs.
+
+        All nodes that run in this kernel have the same leader."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node

@@ -23,8 +23,9 @@ MOST_BYTES = 1 << 26
 class Values:
     """The known values of some fake tensors.
 
-    If a known result has no axes, the model gets a real tensor with one number. If a known result
-    has axes, the model gets a fake tensor, which has the known values in an attribute.
+    The model runs its ops on fake tensors. If the result of an op is known and has no axes, the
+    model gets a real tensor with one number. If a known result has axes, the model gets a fake
+    tensor, which has the known values in an attribute.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Store the known values of a result and return the result as a fake tensor.
+            """Store the values of the op's result in its fake tensor, and return this tensor.
 
             If the result has no axes, return its value as a real tensor instead."""
             value = next(made)

@@ -90,8 +90,9 @@ class Verdict:
         return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
-        """Return as text the largest difference that the more precise comparison (in float64, if
-        possible) found."""
+        """Return text that lists up to three differences that are larger than allowed.
+
+        Differences in float64 take precedence over those in the model's dtypes."""
         exact = _too_far(self.exact)
         gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
@@ -453,7 +454,8 @@ def _gradients(
 ) -> list[Tensor | None] | None:
     """Return the gradient of each input.
 
-    This function generates the gradients of the outputs. They are equal in every run.
+    This function chooses gradients of the outputs, from which the backward pass starts. The chosen
+    gradients are equal in every run.
     """
     asked = [leaf for leaf in leaves if leaf is not None]
     if not outputs or not asked:

@@ -109,7 +109,7 @@ class _Verifier:
             self._judge(comparison, verdict, args)
 
     def _leave(self, reason: str) -> None:
-        """Keep the rewritten graph, and report that the graphs were not compared."""
+        """Keep the rewritten graph, and report that it was not compared with the original graph."""
         sentence = f"The rewritten graph runs and was not compared with the original: {reason}."
         hint = "Verify with a smaller batch or model." if "memory" in reason else ""
         self._record(Record("backend", "unverified", "verify_not_run", sentence, hint))

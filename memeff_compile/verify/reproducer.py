@@ -54,7 +54,7 @@ def write(compared: Compared, mismatches: Sequence[Gap], graph: str, args: Seque
 
 @dataclass
 class _Inputs:
-    """The arguments that the reproducer saves, and descriptions of the other arguments."""
+    """The graph's arguments that the reproducer saves, and descriptions of its other arguments."""
 
     saved: dict[int, Tensor]
     drawn: dict[int, tuple[Any, ...]]
@@ -64,7 +64,10 @@ class _Inputs:
 
     @classmethod
     def choose(cls, compared: Compared, args: Sequence[Any]) -> _Inputs:
-        """Choose the arguments to save, starting with the smallest, up to the size limit."""
+        """Choose which of the graph's arguments the reproducer saves, starting with the smallest.
+
+        The option `memeff.verify.limit` limits the saved bytes. The graphs' constant tensors are
+        always saved and count towards this limit."""
         left = compared.options.verify_limit
         inputs = cls({}, {}, {}, {}, [isinstance(a, Tensor) and a.requires_grad for a in args])
         tensors = [(i, a.detach()) for i, a in enumerate(args) if isinstance(a, Tensor)]

@@ -116,10 +116,11 @@ def gradient_gaps(
 ) -> list[Gap]:
     """Compare each input's gradient in the rewritten graph with that in the original graph.
 
-    `found`, `truth` and `own` have the same meaning as in `value_gap`. The gradients of each graph
-    are from one backward pass. A difference is divided by the norm of the original graph's
-    gradient. If this norm is less than a thousandth of the typical norm of all inputs' gradients,
-    that thousandth is the divisor instead. A missing gradient counts as zero.
+    `found` has the rewritten graph's gradients, and `truth` the original graph's. If `truth` has a
+    wider dtype than `found`, `own` has the original graph's gradients in the dtype of `found`. The
+    gradients of each graph are from one backward pass. A difference is divided by the norm of the
+    original graph's gradient. If this norm is less than a thousandth of the typical norm of all
+    inputs' gradients, that thousandth is the divisor instead. A missing gradient counts as zero.
     """
     yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
     both: list[tuple[str, _Norms | str]] = []
@@ -184,6 +185,8 @@ class _Norms:
         """Return three sums of squares over a chunk of elements: of the error of `found`, of
         `truth`, and of the error of `own`.
 
+        `found` is a result of the rewritten graph, and `truth` the original graph's. If `truth` has
+        a wider dtype than `found`, `own` is the original graph's result in the dtype of `found`.
         The caller adds up each of the three sums over all chunks.
         """
         wide = torch.complex128 if truth.is_complex() else torch.float64

@@ -76,7 +76,7 @@ class _Chain:
 
 
 class _Misfit(Exception):
-    """The error for quantising nodes of an unsupported form."""
+    """The error that is raised if the nodes that quantise a tensor have an unsupported form."""
 
     def __init__(self, code: str, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -124,7 +124,7 @@ def rounds(node: Any) -> bool:
 
 
 def read_quantized(node: Node) -> Quantized | Unread:
-    """Return a description of the quantising nodes that end in `node`."""
+    """Return a description of the nodes that quantise a tensor and end in `node`."""
     try:
         return _read(node)
     except _Misfit as misfit:
@@ -203,7 +203,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 
 
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
-    """Recognize the quantising nodes inside a straight-through estimator.
+    """Recognize the nodes that quantise a tensor inside a straight-through estimator.
 
     The tensor to which the quantisation is applied must be the tensor x that the estimator adds.
     """
@@ -412,8 +412,11 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 
 
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
-    """Recognize a scale `levels / t` or, with `is_step`, `t / levels` (by which the graph
-    divides); return t and the number `levels`."""
+    """Recognize a scale `levels / t` or, with `is_step`, `t / levels`; return t and `levels`.
+
+    The caller checks that t is the maximum or mean of absolute values, with a lower bound. The
+    quantisation maps t to the number `levels`. With `is_step`, the graph divides by the scale
+    instead of multiplying by the scale."""
     if is_step:
         call = _call_of(scale, "div")
         if call is None:
@@ -509,7 +512,7 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
 
 
 def _require_one_dtype(*nodes: Node) -> None:
-    """Raise an error unless all quantising nodes compute in one dtype.
+    """Raise an error unless the nodes that quantise a tensor all compute in one dtype.
 
     Autocast can cause this error, because autocast runs some of these nodes in float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
@@ -594,11 +597,11 @@ def _requires_grad(node: Node) -> bool:
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
-    """Return a node outside of the quantising nodes that uses one of their intermediate values, or
-    None.
+    """Return a node outside of `chain` that uses an intermediate value of `chain`, or None.
 
-    Graph outputs do not count, because Dynamo returns every value of a Function's body, whether
-    used or not.
+    `chain` contains the nodes that compute `end`, such as nodes that quantise a tensor. Users of
+    `end` do not count. Graph outputs do not count either, because Dynamo returns every value of an
+    autograd Function's body, whether used or not.
     """
     inside = set(chain) | {end}
     for node in chain:

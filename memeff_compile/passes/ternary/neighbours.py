@@ -180,8 +180,9 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Follow a value through activation functions, as long as each function is the only user of its
-    operand and has no other operand.
+    """Return a node, followed by the activation functions that are applied to its value in turn.
+
+    The list ends before a function that is not its operand's only user or has another operand.
     """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
