@@ -121,8 +121,10 @@ def linear_cross_entropy(
             128 rows (tokens), "mass" leaves out classes that together have at most 1/64 of each
             row's probability. In such a group, "block" leaves out classes whose probability p is
             below 2**-12 in every row. "published" leaves out tiles (128 rows x 128 classes) in
-            which |p - 1(target)| is below 2**-12 everywhere. The option
-            `memeff.linear_cross_entropy` has the same modes.
+            which |p - 1(target)| is below 2**-12 everywhere. Here 1(target) is 1 for the row's
+            target, and 0 for other classes. With a softcap, the filters first multiply p by the
+            slope of the cap (at most 1). The option `memeff.linear_cross_entropy` has modes with
+            the same names.
         return_stats: also return `Stats`: each row's log-sum-exp, entropy, most likely class, and
             log-probability of the target.
 

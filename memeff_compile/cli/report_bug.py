@@ -1,7 +1,7 @@
 """`memeff report-bug SCRIPT`: run a script, and write the files of a bug report to one zip.
 
 The script runs in a separate process, so its crash does not end this command. The zip contains text
-files: versions, reports, graphs and the output of `memeff doctor`. That command checks versions,
+files: versions, reports, graphs and the findings of `memeff doctor`. That command checks versions,
 devices, compilers and kernels on this machine. The zip contains no weights, no inputs and no
 script.
 """

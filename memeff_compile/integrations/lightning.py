@@ -65,7 +65,7 @@ class MemeffCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compile child modules of `pl_module` in place before training.
 
-        These are the children named in the callback, by default all children with parameters.
+        These are the modules named in the callback, by default all direct children with parameters.
         """
         self._compile(pl_module)
 

@@ -109,7 +109,7 @@ def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
 
 
 def filter_rows(rows: int, tile: int) -> int:
-    """Return how many of `rows` rows (tokens) form a block for a gradient filter.
+    """Return how many rows (tokens) a block has in a call with `rows` rows and a gradient filter.
 
     The filter drops unlikely classes in each group of `tile` rows, so the result is a multiple of
     `tile`. All blocks of a call have about the same number of rows.
