@@ -116,13 +116,12 @@ def test_a_spelling_does_what_eager_does_and_what_its_row_says(subject: str, tex
 
 
 def write(subject: str, rows: list[str]) -> None:
-    """Write a subject's rows into the page."""
-    columns = ("spelling", *SUBJECTS[subject].columns)
-    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    """Write a subject's rows into the page, below the table's head."""
 
     def replaced(found: re.Match[str]) -> str:
         whole, old = found[0], found[2]
-        return whole.replace(old, "\n".join([*head, *rows])) if found[1] == subject else whole
+        new = "\n".join([*old.splitlines()[:2], *rows])
+        return whole.replace(old, new) if found[1] == subject else whole
 
     PAGE.write_text(TABLE.sub(replaced, PAGE.read_text()))
 

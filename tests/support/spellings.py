@@ -161,7 +161,6 @@ class Subject:
     spellings: tuple[str, ...]
     arguments: str
     inputs: Callable[[], tuple[Any, ...]]
-    columns: tuple[str, ...]
     around: tuple[str, ...]
     """The function's body for each column: {text} stands for the spelling, {value} for its last part.
 
@@ -205,28 +204,24 @@ SUBJECTS = {
         LOSSES,
         _HEAD,
         _of_heads,
-        ("in the head's graph", "outside it, of deferred logits"),
         ("z = F.linear(h, W); {text}", ""),
     ),
     "heads": Subject(
         HEADS_OF_LOGITS,
         _HEAD,
         _of_heads,
-        ("with its loss", "logits that are returned"),
         ("{text}; F.cross_entropy({value}, y)", "{text}"),
     ),
     "divergences": Subject(
         DIVERGENCES,
         "h, W, y, g, U, keep, i, l",
         _of_divergences,
-        ("outcome",),
         ("z, t = F.linear(h, W), F.linear(g, U); {text}",),
     ),
     "attention": Subject(
         ATTENTION,
         "q, k, v, table, padding, distance, slopes, at, s",
         _of_attention,
-        ("outcome",),
         ("causal = torch.arange(T) <= torch.arange(T)[:, None]; {text}",),
     ),
 }
