@@ -443,8 +443,8 @@ class Options:
         "`auto`, `minimal`, bytes, or a size such as `64MiB`",
         _check_bytes,
         "Upper limit of the block of logits that exists at a time. A smaller block saves memory, "
-        "a larger one needs fewer and larger products. `auto`: 640 MiB on compute capability 9.0, "
-        "64 MiB on other GPUs and 8 MiB on the CPU, more for many rows. "
+        "a larger one needs fewer and larger matrix products. `auto`: 640 MiB on compute "
+        "capability 9.0, 64 MiB on other GPUs and 8 MiB on the CPU, more for many rows. "
         "`minimal`: on a GPU, with 16-bit inputs, use the memory of the weight's gradient instead "
         "of a separate block; always exact.",
     )
@@ -470,10 +470,10 @@ class Options:
         False,
         "`False`, `True`",
         _check_flag,
-        "For the filters, each of which sets it to True by default: reorder the classes, without a "
-        "copy of the weight, so that most tiles are completely kept or completely dropped. `mass` "
-        "and `block` put classes together that the same groups of rows keep; `published` sorts "
-        "classes by their mean logits. False is for studies.",
+        "For the gradient filters, each of which sets it to True by default: sort the classes, "
+        "without a copy of the weight, so that most blocks of logits are completely kept or "
+        "completely dropped. `mass` and `block` put classes together that the same groups of rows "
+        "keep; `published` sorts classes by their mean logits. False is for studies.",
         by_preset=True,
     )
     logits: str = _choice(
@@ -512,12 +512,13 @@ class Options:
         "`exact`, `8b`, `8b+f16`, `4b`, `off`, or a table `{module path: level}`",
         _check_attention,
         "How attention runs. `exact`: a mask that is causal becomes `is_causal=True`, and a mask "
-        "that hides no key is dropped; keys and values are not copied for each query head; "
+        "that hides no key is dropped. Keys and values are not copied for each query head; "
         "attention with padding, packed sequences, sliding windows or softcaps runs in "
-        "`memeff::attention` if that is fast. `8b`, `8b+f16` and `4b` are lossy and apply if no "
-        "gradient is needed: `8b` computes scores in int8, and multiplies attention weights and "
-        "values in E4M3; `8b+f16` multiplies them in fp16; `4b`, for studies, computes scores from "
-        "4-bit codes (docs/passes/quantize-attention.md).",
+        "`memeff::attention` if that is fast. `8b`, `8b+f16` and `4b` are lossy levels, used if no "
+        "gradient is needed. `8b` computes scores in int8, and multiplies attention weights and "
+        "values in E4M3. `8b+f16` computes scores in int8, and multiplies attention weights and "
+        "values in fp16. `4b`, for studies, computes scores from queries and keys in 4 bits "
+        "(docs/passes/quantize-attention.md).",
         by_preset=True,
     )
     attention_length: int | None = _option(
@@ -529,31 +530,33 @@ class Options:
     )
     kv_reads: str = _switch("Whether attention reads only the filled part of static KV caches.")
     kv_codes: str = _switch(
-        "Whether attention reads the codes of a `KVCache` directly, instead of rebuilt keys and "
-        "values."
+        "Whether attention reads a `KVCache` directly in its low-bit form, instead of keys and "
+        "values that are first converted back."
     )
     ternary: str = _choice(
         "exact off b1.58 a4.8 a4.8-fp4",
-        "Whether linears with ternary weights keep and multiply packed codes. `b1.58`, `a4.8` and "
-        "`a4.8-fp4` are recipes: `memeff_compile.compile(model, ternary=...)` calls `ternarize_` "
-        "with the recipe first; `torch.compile` refuses recipes, because a backend does not see "
-        "the model.",
+        "`exact`: linears with ternary weights (-1, 0 or 1 times a scale) multiply packed "
+        "integers, and save these for the backward pass. `b1.58`, `a4.8` and `a4.8-fp4` are "
+        "recipes: with one of them, `memeff_compile.compile(model, ternary=...)` first calls "
+        "`memeff_compile.ternarize_`, which makes the linears of the model ternary. "
+        "`torch.compile` refuses recipes, because a backend does not see the model.",
     )
     ternary_gate: str = _choice(
         "recompute keep",
-        "Whether training keeps the results of ternary gate and up projections for the "
-        "backward (`keep`), or computes them again from the codes of input and weight "
-        "(`recompute`), which takes less memory and gives the same results.",
+        "Whether training keeps the results of ternary gate and up projections for the backward "
+        "pass (`keep`), or computes them again from the integers of input and weight "
+        "(`recompute`). `recompute` takes less memory and gives the same results.",
     )
     weights: str = _choice(
         "exact off win4 win4:k3 win4:k1 win4:k0 tier rans win4:fp32 tier:fp32 rans:fp32 tier:fp16 "
         "rans:fp16",
-        "Whether linears with weights that `memeff_compile.compress_` compressed run as "
-        "one op that keeps no decoded weight for the backward. `off`: the backward keeps "
-        "each decoded weight. With a codec (`win4` and so on), `memeff_compile.compile(model, "
-        "weights=...)` calls `compress_` on the model first; `torch.compile` refuses codecs, "
-        "because a backend does not see the model. `k3`, `k1`, `k0`: lossy, 3, 1 or 0 mantissa "
-        "bits are kept. `fp32`, `fp16`: for weights of these dtypes.",
+        "Whether linears with weights that `memeff_compile.compress_` compressed run as one op "
+        "that saves no decoded weight for the backward pass. `off`: every decoded weight is "
+        "saved. The other values are codecs (formats of compressed weights): with one of them, "
+        "`memeff_compile.compile(model, weights=...)` first calls `compress_` on the model. "
+        "`torch.compile` refuses codecs, because a backend does not see the model. `k3`, `k1`, "
+        "`k0`: lossy, 3, 1 or 0 mantissa bits are kept. `fp32`, `fp16`: for weights of these "
+        "dtypes.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),
@@ -579,8 +582,8 @@ class Options:
         "`off`, `on`, `raise`",
         _check_verify,
         "Whether the first call of each rewritten graph also runs the original one and "
-        "compares values and gradients. After a mismatch `on` warns and continues with the "
-        "original graph; `raise` raises a `VerifyError` (docs/use/verify.md).",
+        "compares values and gradients. After a mismatch, `on` warns and continues with the "
+        "original graph, and `raise` raises a `VerifyError` (docs/use/verify.md).",
     )
     verify_tolerance: float = _option(
         1.0,
@@ -592,15 +595,15 @@ class Options:
         None,
         "none, or a path",
         _check_folder,
-        "The folder in which `memeff.verify` writes a reproducer after a mismatch. None: a new "
-        "temporary folder.",
+        "The folder in which `memeff.verify` writes a reproducer (a script that shows the "
+        "mismatch) after a mismatch. None: a new temporary folder.",
     )
     verify_limit: int = _option(
         64 << 20,
         "`64MiB`, another size, or bytes",
         partial(_check_bytes, has_auto=False),
-        "The largest number of bytes of inputs and weights that a reproducer saves; random values "
-        "replace the others. 0 saves none.",
+        "The largest number of bytes of inputs and weights that a reproducer of `memeff.verify` "
+        "saves; random values replace the others. 0 saves none.",
     )
     inner: str = _choice(
         "inductor aot_eager eager",
@@ -609,9 +612,9 @@ class Options:
     )
     cuda_graphs: str = _choice(
         "auto off",
-        "Whether a step of generation (few tokens, caches that it writes in place, no "
-        "gradient) is recorded as a CUDA graph and replayed, without a mode. A mode that you set, "
-        "or `triton.cudagraphs`, takes precedence (docs/use/serving.md).",
+        "`auto`: a step of generation (few tokens, caches that it writes in place, no gradient) is "
+        "recorded as a CUDA graph and replayed. If you set a `mode` or `triton.cudagraphs`, that "
+        "setting takes precedence (docs/use/serving.md).",
     )
     regions: str = _choice(
         "off auto on",
