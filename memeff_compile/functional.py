@@ -283,7 +283,7 @@ def _require_settings(
 ) -> None:
     """Raise an error for an unsupported setting of `linear_cross_entropy`.
 
-    These are settings that the fused loss op, which the function calls, does not check itself.
+    The checked settings are those that the fused loss op does not check itself.
     """
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]

@@ -213,8 +213,9 @@ class Filtered(RowWalk):
         """Return the rows of `compact` in the order `rank`.
 
         The function also writes the rows' bases (numbers near their largest logits) to `self.base`,
-        in the same order. `base` has the bases in the order of `compact`. If `values` is given (the
-        numbers per row from a forward pass), the function also writes factors of the gradients.
+        in the same order. `base` has the bases in the order of `compact`. In a backward pass,
+        `values` is given: numbers of each row, such as the log-sum-exp, which is then the base.
+        From `values`, the function also writes factors of the gradients.
         """
         rows, kept = self.extent, compact.kept
         if kept is None:
