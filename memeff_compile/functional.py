@@ -281,7 +281,10 @@ def _require_settings(
     ignore_index: int | None,
     class_weight: Tensor | None,
 ) -> None:
-    """Raise an error for an unsupported setting that the fused op does not check itself."""
+    """Raise an error for an unsupported setting of `linear_cross_entropy`.
+
+    The checked settings are those that the fused loss op does not check itself.
+    """
     odd = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     sentence = None

@@ -83,8 +83,7 @@ class Roles:
 
 
 class _Unfit(Exception):
-    """The error for a decoding step that cannot be recorded as a CUDA graph; the report shows the
-    reason."""
+    """The error that says why a decoding step cannot be recorded as a CUDA graph."""
 
 
 class Recorder:
@@ -480,7 +479,8 @@ def _record_nothing(idle: Tensor) -> None:
 
 @contextlib.contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Suspend garbage collection, because freeing CUDA objects would abort a recording."""
+    """Suspend garbage collection, because freeing CUDA objects would abort the recording of a CUDA
+    graph."""
     was_on = gc.isenabled()
     gc.disable()
     try:

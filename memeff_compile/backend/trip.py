@@ -127,7 +127,8 @@ class Trip:
             self.outcome.report = replace(self.outcome.report, records=records)
 
     def _find_layers(self, info: GraphInfo) -> report.Record | None:
-        """Split the graph between repeated layers; return the report's record of the split."""
+        """Split the graph between repeated layers; return a record of the split for the graph's
+        report."""
         try:
             repeated = layers.repeated_layers(info)
             if repeated.starts and self.reuses_memory:
@@ -139,8 +140,8 @@ class Trip:
         return found
 
     def _find_last_product(self, info: GraphInfo) -> report.Record | None:
-        """Split the graph before the last matrix product of a checkpointed block; return the
-        report's record of the split."""
+        """Split the graph before the last matrix product of a checkpointed block; return a
+        record of the split for the graph's report."""
         try:
             found = None if self.cuts or self.reuses_memory else last_product.last_product(info)
         except Exception as error:  # the graph is compiled whole
@@ -273,8 +274,9 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
 def let_be_saved(compiled: Compiled, inner: Compiled, trip: Trip) -> Compiled:
     """Return the compiled callable in a form that `aot_compile` can save.
 
-    That form has no verification and no CUDA graphs. It contains only the inner compiler's callable
-    and the wrappers that every process needs.
+    The saved form contains only the inner compiler's callable and the wrappers that every process
+    needs. A loaded graph is not compared with the original graph, and is not recorded as a CUDA
+    graph.
     """
     around = Around(trip.present, trip.outcome.deferred, trip.reuses_memory, trip.unread)
     how = "in pieces" if trip.cuts else f"with memeff.inner={trip.options.inner!r}"

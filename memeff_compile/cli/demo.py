@@ -188,8 +188,11 @@ def compare(steps: int) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the demo, or, in a process that `compare` started, train once with one backend; return 1
-    if a package is missing."""
+    """Run `memeff demo`, or with `--run` train once with one backend.
+
+    `memeff demo` starts a new process with `--run` for each backend. Return 1 if a package is
+    missing or `--steps` is too small, otherwise 0.
+    """
     missing = [name for name in NEEDS if not installed(name)]
     if missing:
         sys.stderr.write(

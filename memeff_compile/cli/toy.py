@@ -1,4 +1,7 @@
-"""The smallest model with an output projection and a loss, for `doctor` and experiments."""
+"""The smallest model with an output projection and a loss, for experiments.
+
+The command `memeff doctor` runs the model to check the installation.
+"""
 
 from __future__ import annotations
 

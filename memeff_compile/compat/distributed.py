@@ -102,7 +102,7 @@ class FsdpShard:
 
     @property
     def is_on_host(self) -> bool:
-        """Return whether the shard is in host memory."""
+        """Return whether FSDP2 keeps this rank's shard of the parameter in host (CPU) memory."""
         return bool(self._param.offload_to_cpu)
 
 

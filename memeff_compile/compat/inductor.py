@@ -74,8 +74,9 @@ def start_compile_workers() -> None:
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:
-    """Compile the graph with Inductor; `patches` also apply to the backward graph, which Inductor
-    compiles later.
+    """Compile the graph with Inductor, with the changes `patches` of Inductor's config.
+
+    The changes also apply to the backward graph, which Inductor compiles later.
 
     Inductor's on-disk caches identify an op of this package only by its name, but the op may change
     between versions. So this function adds the schemas of the ops to the key of each cache entry.

@@ -1,4 +1,4 @@
-"""Query sizes and numbers that are symbols while a graph is compiled."""
+"""Compare and read sizes and numbers that may be symbols while a graph is compiled."""
 
 from __future__ import annotations
 
@@ -68,8 +68,11 @@ def known_size(size: Any) -> int | None:
 
 
 def hold_constant(value: Any) -> None:
-    """Add a guard on the current number of a node's symbol, so that another number makes Dynamo
-    compile the graph again."""
+    """Add a guard on the current value of a symbolic number, so that another value makes Dynamo
+    compile the graph again.
+
+    `value` is the number's graph node. For all other values, the function does nothing.
+    """
     symbol = example_value(value) if isinstance(value, Node) else None
     if isinstance(symbol, torch.SymInt):
         int(symbol)

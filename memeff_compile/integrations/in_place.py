@@ -37,8 +37,10 @@ class Request:
         dynamic: bool | None = None,
         fullgraph: bool = False,
     ) -> Request:
-        """Create the settings from an integration's arguments, which are those of
+        """Create a `Request` from an integration's arguments, which are those of
         `memeff_compile.compile`.
+
+        `settings` contains the options that were passed by keyword.
 
         Raises:
             OptionError: An option is not valid, or is set twice. Options that compress weights or

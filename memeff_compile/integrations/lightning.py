@@ -65,20 +65,33 @@ class MemeffCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compile child modules of `pl_module` in place before training.
 
-        These are the modules named in the callback, by default all direct children with parameters.
+        The arguments of the callback name these modules. By default, they are all direct children
+        with parameters.
         """
         self._compile(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the callback's child modules of `pl_module` in place before `validate()`."""
+        """Compile child modules of `pl_module` in place before validation.
+
+        The arguments of the callback name these modules. By default, they are all direct children
+        with parameters.
+        """
         self._compile(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the callback's child modules of `pl_module` in place before `test()`."""
+        """Compile child modules of `pl_module` in place before testing.
+
+        The arguments of the callback name these modules. By default, they are all direct children
+        with parameters.
+        """
         self._compile(pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compile the callback's child modules of `pl_module` in place before `predict()`."""
+        """Compile child modules of `pl_module` in place before prediction.
+
+        The arguments of the callback name these modules. By default, they are all direct children
+        with parameters.
+        """
         self._compile(pl_module)
 
     def _compile(self, module: nn.Module) -> None:

@@ -49,9 +49,10 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):  # type: ignore[misc]
-        """The configuration of `FusedLoss`: its fields are those of torchtitan's chunked loss.
+        """The configuration of `FusedLoss`, which computes projection and cross entropy in one op.
 
-        The chunked loss is still used for projections that this package's op does not support.
+        The fields are those of torchtitan's chunked loss. The chunked loss is still used
+        for projections that this package's op does not support.
         """
 
     def __init__(self, config: Config, **given: Any) -> None:

@@ -90,7 +90,10 @@ class MemeffCallback(TrainerCallback):
         model: nn.Module | None = None,
         **given: Any,
     ) -> None:
-        """Compile everything that did not exist at `on_init_end`."""
+        """Compile the models and layers that `on_init_end` could not compile.
+
+        These are, for example, a TRL trainer's reference model or a model from `model_init`.
+        """
         self._compile(args, model)
         for trainer in self._trainers():
             self._compile(args, getattr(trainer, "ref_model", None))

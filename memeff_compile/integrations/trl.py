@@ -37,12 +37,13 @@ _CLASSES_AT_ONCE = 8192
 def hand_over_head() -> Callable[[], None]:
     """Let the backend compute the loss of TRL's trainers SFT, DPO, KTO, GRPO and RLOO.
 
-    The function affects every trainer of this process whose model is compiled with
-    `backend="memeff"`, including trainers that exist already. `MemeffCallback` calls this function.
-    A second call has no effect.
+    `hand_over_head` replaces `_ChunkedLogProbFunction`, with which TRL computes log-probabilities
+    in chunks. It affects every trainer of this process whose model is compiled with
+    `backend="memeff"`, including trainers that exist already. `MemeffCallback` calls
+    `hand_over_head`. A second call has no effect.
 
     Returns:
-        A function that restores TRL's function.
+        A function that restores TRL's own `_ChunkedLogProbFunction`.
 
     Raises:
         ImportError: TRL is missing, or older than 1.16. Trainers of older TRL releases compute
@@ -77,15 +78,15 @@ def _warn_of_another_name() -> None:
 
 
 class _Head:
-    """The class that replaces TRL's autograd function; it calls TRL's function unless this backend
-    captures a graph.
+    """The class that replaces TRL's autograd function for log-probabilities; it calls TRL's
+    function unless this backend captures a graph.
     """
 
     def __init__(self, utils: ModuleType, theirs: Any) -> None:
         self.utils, self.theirs = utils, theirs
 
     def take_back(self) -> None:
-        """Restore TRL's own function."""
+        """Restore TRL's own `_ChunkedLogProbFunction`."""
         if getattr(self.utils, FUNCTION) is self:
             setattr(self.utils, FUNCTION, self.theirs)
 

@@ -327,7 +327,7 @@ def _index_of(node: Node) -> Node | None:
 
 
 def _kept(info: GraphInfo, site: Site, form: Form, reason: str) -> Decline:
-    """Return the report's record that says why the pass left an attention call unchanged."""
+    """Return the reason why the pass left an attention call unchanged, for the graph's report."""
     chosen = _chosen_by(info, form)
     if chosen is not None:
         by = f"`{chosen}`" if chosen else "a tensor of positions"

@@ -1,26 +1,27 @@
-"""Compute gradients under a gradient filter, without storing logits of classes that the filter
-drops.
+"""Compute a loss's gradients under a gradient filter, which drops unlikely classes.
+
+The logits of the dropped classes are not stored.
 
 The filters `mass` and `block` first compute the logits of a sample of classes. From these logits,
 the filters estimate each row's (token's) probability mass in unlikely classes. Rows are sorted by
 this estimate, and 128 consecutive rows form a group.
 
-One pass over all classes computes the statistics of the rows. The same pass gives each class a
-score in each group of rows. For `mass`, the score is the sum of the class's probabilities over the
-group's rows. For `block`, the score is the maximum. The filter drops the classes whose score is
-below a threshold, called a level. For each row and each of 31 levels, the pass over all classes
-sums the probabilities that the row would lose at this level. For each group, `mass` uses the
-highest level at which no row loses more mass than the setting tau. `block` has only one level, the
-setting eps. The filter always keeps the target classes of the group's rows.
+One pass over all classes computes each row's largest logit and sum of exponentials. The same pass
+gives each class a score in each group of rows. For `mass`, the score is the sum of the class's
+probabilities over the group's rows. For `block`, the score is the maximum. The filter drops the
+classes whose score is below a threshold, called a level. For each row and each of 31 levels, the
+pass over all classes sums the probabilities that the row would lose at this level. For each group,
+`mass` uses the highest level at which no row loses more mass than the setting tau. `block` has only
+one level, the setting eps. The filter always keeps the target classes of the group's rows.
 
 Classes are then sorted by the set of row groups in which the filter keeps them. In most tiles (128
 rows x 128 classes), the filter therefore keeps all classes or none. For the tiles with kept
 classes, the kernels compute the logits again and turn them into gradients. The kernels then
 multiply these gradients by the weight and by the hidden states. The size of the workspace limits
-how many tiles are processed at a time. Let a be the fraction of tiles that the filter keeps.
-Statistics and gradients together take as long as 1 + 3a matrix products over all classes. The
-sorted order of the V classes is a list of V numbers. The weight and its gradient are not reordered
-in memory.
+how many tiles are processed at a time. Let a be the fraction of tiles that the filter keeps. The
+pass over all classes and the gradients together take as long as 1 + 3a matrix products over all
+classes. The sorted order of the V classes is a list of V numbers. The weight and its gradient are
+not reordered in memory.
 
 The probability mass that a row loses is distributed over the row's kept classes, in proportion to
 their probabilities. So the sum of the gradients of the row's logits (without the target's logit)
@@ -162,11 +163,12 @@ class Filtered(RowWalk):
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
-        """Return the rows that are not ignored, sorted by their estimated probability mass in
-        unlikely classes.
+        """Return the rows (tokens) that are not ignored, in the order that the filter needs.
 
-        For the filter `published`, the rows keep their order. The function also writes the rows'
-        bases (numbers near their largest logits) in the order of the returned rows.
+        A gradient filter drops unlikely classes. The filters `mass` and `block` need rows sorted by
+        their estimated probability mass in such classes. `published`, the filter of the Cut
+        Cross-Entropy paper, keeps the rows' order. The function also writes the rows' bases
+        (numbers near their largest logits) to `self.base`, in the order of the returned rows.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -208,8 +210,13 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows in a given order, and write the rows' bases (numbers near their largest
-        logits) in the same order."""
+        """Return the rows of `compact` in the order `rank`.
+
+        The function also writes the rows' bases (numbers near their largest logits) to `self.base`,
+        in the same order. `base` has the bases in the order of `compact`. In a backward pass,
+        `values` is given: numbers of each row, such as the log-sum-exp, which is then the base.
+        From `values`, the function also writes factors of the gradients.
+        """
         rows, kept = self.extent, compact.kept
         if kept is None:
             kept = compact.target.new_full((1,), rows)
@@ -444,11 +451,11 @@ class FilteredBackward(Filtered):
 
 
 class Both(Differentiating):
-    """Two loops that compute a loss's gradients one after the other, only one with a filter.
+    """Two loops that run one after the other, and compute different gradients of a loss.
 
-    A gradient filter drops unlikely classes. The loop with the filter runs over blocks of rows
-    (tokens), and computes the hidden states' or the weight's gradient. The loop without a filter
-    computes the other gradients exactly.
+    A gradient filter drops unlikely classes. Only one loop has a filter. This loop runs over blocks
+    of rows (tokens), and computes the hidden states' or the weight's gradient. The loop without a
+    filter computes the other gradients exactly.
     """
 
     def __init__(self, *walks: Any) -> None:
@@ -480,15 +487,15 @@ class Walks(NamedTuple):
 
     @property
     def forward(self) -> Any:
-        """Return `forward` of the module that implements the fused loss op without a filter.
+        """Return the fused loss op's ordinary `forward`, which no gradient filter changes.
 
-        A gradient filter drops classes only from gradients, so the forward pass does not change.
+        A gradient filter drops unlikely classes only from gradients.
         """
         return self.exact.forward
 
     @property
     def total(self) -> type[FilteredTotal]:
-        """Return `FilteredTotal`: a loop over rows for a scalar loss and the loss's gradients."""
+        """Return the class that computes a scalar loss and its gradients in blocks of tokens."""
         return FilteredTotal
 
     def backward(

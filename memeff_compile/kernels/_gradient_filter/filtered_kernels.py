@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of the gradient filters, which drop unlikely classes from a loss's gradients.
 
-The kernels find the classes that a filter keeps for 128 rows, and compute gradients only for these
-classes. The module `filtered` launches the kernels.
+For each group of rows (128 tokens on a GPU), the kernels find the classes that a filter keeps, and
+compute gradients only for these classes. The module `filtered` launches the kernels.
 
 Rows (tokens) are sorted by an estimate of their probability mass in unlikely classes. A group
 consists of TILE consecutive rows, and a block consists of at most 16 groups. One pass over all
@@ -150,11 +150,11 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return the score thresholds of the levels with the given indices.
+    """Return score thresholds, below which the gradient filter drops a class.
 
-    A class's score is the sum or the maximum of its probabilities in a group of rows (tokens). At a
-    level, the gradient filter drops the classes whose score is below the level's threshold. The
-    last level's threshold is higher than the score of every class, so this level drops all classes.
+    A class's score is the sum or the maximum of its probabilities in a group of rows (tokens). Each
+    level is one threshold, and `index` selects levels. The last level's threshold is higher than
+    the score of every class, so this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))
@@ -350,7 +350,8 @@ def _gradient_filter_level_kernel(
     A class's score is the sum or the maximum of its probabilities in the group's rows. The gradient
     filter drops classes of low score from the gradients. The kernel chooses the highest level at
     which no row loses more probability mass than `limit`. For the filter `mass`, `limit` is the
-    setting tau, less a margin for rounding. For the other filters, `limit` is infinite.
+    setting tau, less a margin for rounding. For the other filters, `limit` is infinite, and the
+    level is the setting eps.
 
     The lost mass is distributed over the row's kept classes (without the target), in proportion to
     their probabilities. The module `filtered` says why. The kernel also computes, for each row, the
@@ -441,8 +442,9 @@ def _gradient_filter_share_kernel(
 ):
     """Reorder the per-row numbers from which gradients are computed into the sorted rows' order.
 
-    The gradient filters `mass` and `block` sort the rows (tokens) by their estimated probability
-    mass in unlikely classes. For the filter `published`, the rows keep their order.
+    A gradient filter drops unlikely classes from gradients. The filters `mass` and `block` sort the
+    rows (tokens) by their estimated probability mass in such classes. For the filter `published`,
+    the rows keep their order.
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
@@ -470,11 +472,11 @@ def _gradient_filter_word_kernel(
     """Write one word per class, with a bit for each group of rows (tokens).
 
     The gradient filter drops unlikely classes. The bit is set if the filter keeps the class in the
-    group. The filter keeps classes with a score of at least the group's level. The score is the sum
-    or the maximum of the class's probabilities in the group's rows. The first group of rows has the
-    highest bit of the word. After sorting by these words, classes that are kept in the same groups
-    are next to each other. With this order of bits, more tiles consist only of kept classes than if
-    the first group had the lowest bit.
+    group. The filter keeps classes with a score of at least the group's level (its threshold). The
+    score is the sum or the maximum of the class's probabilities in the group's rows. The first
+    group of rows has the highest bit of the word. After sorting by these words, classes that are
+    kept in the same groups are next to each other. With this order of bits, more tiles consist only
+    of kept classes than if the first group had the lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -709,13 +711,14 @@ def _gradient_filter_products_kernel(
     """Compute the gradients of the hidden states (dE) and of the weight (dC) from the logits'
     gradients.
 
-    The gradient filter drops unlikely classes in each group of rows (tokens). The logits' gradients
-    of the tiles with kept classes are stored in packed tiles. A packed tile has the rows of one
-    group and TILE classes. The product of the packed tiles with the weight is dE. Their product
-    with the hidden states is dC. The tiles of dE are computed first, because they take longest.
-    Programs that run at the same time compute tiles of dE for neighbouring groups of rows. These
-    tiles need the same rows of the weight, which therefore stay in the L2 cache. One program
-    computes all of a tile, so the order in which programs take tiles does not change the results.
+    The gradient filter drops unlikely classes in each group of rows (tokens). A packed tile
+    contains the logits' gradients for the rows of one group and TILE classes. Only tiles with at
+    least one class that the filter keeps are stored. The product of the packed tiles with the
+    weight is dE. Their product with the hidden states is dC. The tiles of dE are computed first,
+    because they take longest. Programs that run at the same time compute tiles of dE for
+    neighbouring groups of rows. These tiles need the same rows of the weight, which therefore stay
+    in the L2 cache. One program computes all of a tile, so the order in which programs take tiles
+    does not change the results.
     """
     depth_blocks = tl.cdiv(depth, C.BN)
     hidden_items = 0

@@ -38,10 +38,11 @@ class FilterShapes(NamedTuple):
     """Tiles, warps and pipeline stages of the gradient filters' kernels on one kind of GPU.
 
     A gradient filter drops unlikely classes from a loss's gradients. The filter chooses these
-    classes separately for each group of `rows` rows (tokens). Logits are computed in tiles of
-    `columns` classes, and products in tiles of `rows` x `product_columns`. A multiprocessor runs
+    classes separately for each group of `rows` rows (tokens). To score classes, logits are computed
+    in tiles of `columns` classes. The gradients of the hidden states (dE) and of the weight (dC)
+    are products, computed in tiles of `rows` x `product_columns`. A multiprocessor runs
     `per_processor` programs that compute products at the same time. If there are two, one
-    multiplies while the other reads and writes the weight's gradient (dC).
+    multiplies while the other reads and writes dC.
     """
 
     rows: int
@@ -94,15 +95,22 @@ class FilterShapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def filter_shapes_for(device: torch.device) -> FilterShapes:
-    """Return the tile shapes of the gradient filters' kernels for a GPU, or small shapes for
-    Triton's interpreter without CUDA."""
+    """Return the shapes of the gradient filters' tiles of logits and gradients on a device.
+
+    A gradient filter drops unlikely classes from a loss's gradients. Without CUDA, the shapes are
+    small ones for Triton's interpreter.
+    """
     if device.type != "cuda":
         return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
     return filter_shapes_of(processors(device), is_hopper=gpu(device).is_hopper)
 
 
 def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
-    """Return the gradient filters' tile shapes for compute capability 9.0 or for other GPUs."""
+    """Return the shapes of the gradient filters' tiles of logits and gradients on a GPU.
+
+    A gradient filter drops unlikely classes from a loss's gradients. `programs` is the GPU's number
+    of multiprocessors. `is_hopper` says whether its compute capability is 9.0.
+    """
     if is_hopper:
         return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
     return FilterShapes(128, 128, 128, 32, (8, 4), (3, 3, 3), programs, 1)
@@ -120,10 +128,10 @@ def filter_rows(rows: int, tile: int) -> int:
 
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a loop with a gradient filter, without the stored logits' gradients.
+    """Return the bytes of a loop's buffers, except the buffer of the logits' gradients.
 
-    The loop runs over blocks of rows (tokens). The filter drops unlikely classes from the
-    gradients. The function counts:
+    The loop runs over blocks of rows (tokens), and computes a loss's gradients under a gradient
+    filter. The filter drops unlikely classes from the gradients. The counted buffers contain:
 
     - the classes' scores: sums or maxima of their probabilities in each group of rows;
     - for each class, a word with a bit per group of rows, and the sorted order of these words;
@@ -137,10 +145,10 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 def filter_capacity(
     rows: int, depth: int, vocab: int, itemsize: int, workspace: int, splits: int, tile: int
 ) -> int:
-    """Return how many packed tiles are in memory at one time.
+    """Return how many tiles of the logits' gradients are in memory at one time.
 
-    A packed tile contains the logits' gradients of `tile` rows (tokens) and `tile` classes. A
-    gradient filter drops unlikely classes, and only tiles with a kept class are stored.
+    A tile contains the gradients for `tile` rows (tokens) and `tile` classes. A gradient filter
+    drops unlikely classes, and only tiles with a kept class are stored.
     """
     groups = rows // tile
     taken = filter_fixed_bytes(rows, groups, depth, vocab, 4 * splits * rows * depth)

@@ -1,9 +1,9 @@
 """The arguments and the results of every implementation of a loss op.
 
-For a loss per row, `forward` takes `Operands` and `Settings` and returns `RowResults`. `backward`
-also takes `RowGradients` and `Saved`, and returns `Gradients`. For a scalar loss, the arguments are
-a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes` explains the letters that
-stand for axes, such as N for rows (tokens).
+For a loss per row (token), `forward` takes `Operands` and `Settings` and returns `RowResults`.
+`backward` also takes `RowGradients` and `Saved`, and returns `Gradients`. For a scalar loss, the
+arguments are a `ScalarLoss` and the result is a `LossAndGradients`. The module `shapes` explains
+the letters that stand for axes, such as N for rows.
 """
 
 from __future__ import annotations

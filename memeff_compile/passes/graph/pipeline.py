@@ -284,7 +284,7 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return the report's records of a rewrite: one for the change, and one for each note."""
+    """Return a rewrite's records for the graph's report: one for the change, one for each note."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)
@@ -296,7 +296,7 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error that a pass raised, and return the report's record of the error."""
+    """Log an error that a pass raised, and return a record of the error for the graph's report."""
     text = "memeff_compile: internal error in %s, left as it was: %s"
     log.warning(text, name, what, exc_info=True)
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
