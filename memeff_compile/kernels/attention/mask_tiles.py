@@ -146,7 +146,10 @@ def dense_of(
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask as kernel arguments, with the list of tiles that each program visits."""
+    """Return a mask as kernel arguments, with a list of tiles of the mask for each program.
+
+    A program's list contains the tiles in which not every key is hidden.
+    """
     from . import mask_tiles_kernels as kernels
 
     if codes is None:
