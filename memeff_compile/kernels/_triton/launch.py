@@ -148,9 +148,9 @@ def launch(
 ) -> None:
     """Run a Triton kernel with less host time than Triton's own launch.
 
-    The effect is the same as of `start(kernel, grid, *arguments, **constants)`, which uses Triton's
-    own launch. This function finds the compiled kernel by a short key. The key contains `name`
-    instead of the constants.
+    The effect is the same as that of `start(kernel, grid, *arguments, **constants)`, which uses
+    Triton's own launch. This function finds the compiled kernel by a short key. The key contains
+    `name` instead of the constants.
     """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *arguments, **constants)

@@ -148,7 +148,8 @@ def dense_of(
 ) -> Dense:
     """Return a mask as kernel arguments, with a list of tiles of the mask for each program.
 
-    A program's list contains the tiles in which not every key is hidden.
+    A program combines its own tile of queries or keys with the tiles in its list. The list leaves
+    out tiles with the code empty (every key is hidden).
     """
     from . import mask_tiles_kernels as kernels
 

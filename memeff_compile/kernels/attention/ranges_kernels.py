@@ -42,7 +42,7 @@ VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 @triton.jit
 def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Return which of `PART` positions, from `start` on, each position of the program's tile sees.
+    """Find which of `PART` positions, from `start` on, each position of the program's tile sees.
 
     If the program's tile contains queries, the `PART` positions are keys, and the other way around.
     A query and a key see each other if the query attends to the key. For each position of the tile,
@@ -66,7 +66,7 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
 
 @triton.jit
 def _ends(found, start, stop):
-    """Return the first and the last position that each position of a tile sees, and their number.
+    """Return the first and last position that each position of a tile sees, and how many it sees.
 
     A program combines its own tile of queries with keys, or its own tile of keys with queries. A
     query and a key see each other if the query attends to the key. The positions to combine with

@@ -56,8 +56,8 @@ class _Call(Call):
     def has_bounds(self) -> bool:
         """Return whether kernels must read from a table which tiles of queries and keys to combine.
 
-        A mask that depends only on positions needs no table. The exception are calls in which a
-        query without keys gets the mean of all values.
+        A mask that depends only on positions needs no table. The exceptions are calls in which a
+        query may have no key and then gets the mean of all values.
         """
         return self.given.has_tables() or self.mean
 
@@ -109,8 +109,9 @@ class _Call(Call):
         """Return the mask tensor as kernel arguments, with a list of mask tiles for each program.
 
         A program has its own tile of queries if `ours_are_queries`, otherwise its own tile of keys.
-        Its list contains those tiles of the mask in which not every key is hidden. Without a mask
-        tensor, the function returns placeholders.
+        The program combines this tile with the tiles in its list. The list leaves out tiles with
+        the code empty (every key is hidden). Without a mask tensor, the function returns
+        placeholders.
         """
         if self.given.mask is None:
             return none_of(self.q)
