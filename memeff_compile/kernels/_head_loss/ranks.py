@@ -129,13 +129,14 @@ def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
 
 
 class Ranks(NamedTuple):
-    """The ranks that split the classes, and exchange statistics once per block of rows.
+    """The ranks among which the classes of a loss are split.
 
-    For each row, a rank sends the log-sum-exp over its classes, and a loss. If the rank has the
-    target's class, the loss is this log-sum-exp minus the target's logit. Otherwise the loss is 0.
-    Ranks exchange no other data. All implementations of the loss op exchange log-sum-exps and
-    losses in the same format. Blocks contain rows in the order that `counted_first` returns, which
-    is the same on all ranks.
+    The ranks exchange statistics once per block of rows (tokens). For each row, a rank sends the
+    log-sum-exp over its classes, and a loss. If the rank has the target's class, the loss is this
+    log-sum-exp minus the target's logit. Otherwise the loss is 0. Ranks exchange no other data. All
+    implementations of the loss op exchange log-sum-exps and losses in the same format. Blocks
+    contain rows in the order that `counted_first` returns: first the rows that are not ignored,
+    then the ignored rows. This order is the same on all ranks.
     """
 
     rank: int
@@ -145,8 +146,10 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange the statistics of a block of rows with the other ranks, and return the
-        log-sum-exps and losses over all classes."""
+        """Exchange the log-sum-exps and losses of a block of rows with the other ranks.
+
+        Return the log-sum-exps and losses over the classes of all ranks.
+        """
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]

@@ -23,9 +23,10 @@ from .shapes import GATHERED, LISTED, Tiles, row_block
 class Selection(NamedTuple):
     """The rows (tokens) that a loss does not ignore, as index tensors for kernels.
 
-    The compact rows are the rows that are not ignored, numbered from 0. `order` and `place`
-    translate between original and compact rows. `kept` is the number of compact rows. These three
-    fields are None if the call has no `ignore_index`, or also computes ignored rows.
+    The compact rows are the rows that are not ignored, numbered from 0. `order` contains the
+    original row of each compact row. `place` contains the compact row of each original row. `kept`
+    is the number of compact rows. These three fields are None if the call has no `ignore_index`, or
+    also computes ignored rows.
     """
 
     target: Tensor  # (N,) int32, compact, -1 for a row without a target

@@ -37,9 +37,9 @@ def window(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Tiles(Protocol):
-    """The tile properties of a loss implementation that `copy_rows` reads.
+    """The tile sizes of a loss implementation, and whether Triton's interpreter runs its kernels.
 
-    `copy_rows` launches the kernel that copies rows of hidden states.
+    The function `copy_rows`, which copies rows of hidden states, reads these properties.
     """
 
     @property

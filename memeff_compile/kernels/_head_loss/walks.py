@@ -38,19 +38,25 @@ class Walk(ABC):
 
 
 class Statistics(Walk):
-    """A loop that computes logits, and from the logits the statistics for the rows' losses."""
+    """A loop that computes logits and, for each row (token), statistics of the logits.
+
+    The rows' losses are computed from these statistics, such as the log-sum-exp of a row's logits.
+    """
 
     @abstractmethod
     def statistics(self, block: Block) -> None:
-        """Compute the logits of a block, and merge them into the statistics of the block's rows."""
+        """Compute the logits of a block of rows or classes, and update the rows' statistics.
+
+        The losses are computed from these statistics, such as the log-sum-exp of a row's logits.
+        """
 
 
 class Differentiating(Walk):
     """A loop that computes the gradients of a loss op.
 
-    Some of these loops also compute the rows' losses. If such a loop has no gradient filter, it
-    computes the losses and the gradients from the same logits. A gradient filter drops classes
-    whose logits have small gradients. All other loops for gradients compute the logits again.
+    A gradient filter drops classes whose logits have small gradients. Some loops for gradients also
+    compute the rows' losses. If such a loop has no gradient filter, it computes the losses and the
+    gradients from the same logits. All other loops for gradients compute the logits again.
     """
 
     @abstractmethod

@@ -139,10 +139,10 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
     key is visible to every query).
 
     A program combines its own tile of queries or keys with the tiles that it visits. `reach` is the
-    result of `visited_by`: the range of visited tiles and the range of complete tiles, if only
-    positions matter. `ours` and `theirs` describe the program's tile and the tiles `other`, as
-    `table_of` does. A description tells whether the mask of keys hides all positions of a tile or
-    none, and the range of sequence ids.
+    result of `visited_by`: the range of visited tiles and the range of complete tiles. These ranges
+    follow from positions alone, without the mask of keys and the sequence ids. `ours` and `theirs`
+    describe the program's tile and the tiles `other`, as `table_of` does. A description tells
+    whether the mask of keys hides all positions of a tile or none, and the range of sequence ids.
     """
     visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)
     complete = (other >= reach[1]) & (other < reach[2]) & (ours[1] * theirs[1] != 0)
@@ -155,10 +155,12 @@ def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
 
 @triton.jit
 def run_of(found, other, is_in):
-    """Update the start and the end of a run of tiles with the next tiles, `other`.
+    """Update the start and the end of a run of consecutive tiles with the next tiles.
 
-    `is_in` marks those of the tiles `other` that can be in the run, such as complete tiles. The run
-    starts at the first marked tile, and ends before the first later tile without a mark.
+    `found` contains the run's start and end so far. `other` contains the numbers of the next tiles.
+    `is_in` marks those of the tiles `other` that can be in the run, such as complete tiles (without
+    hidden keys). The run starts at the first marked tile, and ends before the first later tile
+    without a mark.
     """
     first, stop = found
     first = tl.minimum(first, tl.min(tl.where(is_in, other, FAR), axis=0))

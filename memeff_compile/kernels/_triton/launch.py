@@ -146,7 +146,12 @@ def launch(
     # the values that determine `constants`; equal names have equal constants
     name: tuple[Any, ...],
 ) -> None:
-    """Run a kernel in the same way as `start(kernel, grid, *arguments, **constants)`."""
+    """Run a Triton kernel with less host time than Triton's own launch.
+
+    The effect is the same as that of `start(kernel, grid, *arguments, **constants)`, which uses
+    Triton's own launch. This function finds the compiled kernel by a short key. The key contains
+    `name` instead of the constants.
+    """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *arguments, **constants)
         return
@@ -170,8 +175,10 @@ class Launches:
     reuses the compiled kernel of the earlier call's n-th launch if kernel function, constants,
     numeric arguments and dtypes are the same in both. For this reuse, the memory of all tensors of
     the launch must also be aligned to 16 bytes. All tensors of a launch must be on the current GPU.
-    A launch through this class takes a quarter of the host time of `run_kernel`, which matters for
-    small calls.
+
+    A launch through this class takes a quarter of the host time of `run_kernel`. The function
+    `run_kernel` builds a key in each launch, to find the compiled kernel. The saved time matters
+    for small calls.
     """
 
     def __init__(self, *sizes: Hashable) -> None:
@@ -242,8 +249,9 @@ def _addresses(arguments: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel like `start`, but find the compiled kernel by a short key that contains all
-    constants.
+    """Run a Triton kernel, and find the compiled kernel by a short key that contains all constants.
+
+    The launch takes less host time than with `start`, which uses Triton's own launch.
     """
     launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
@@ -257,8 +265,9 @@ def launch_plain(
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Run a kernel like `launch`, but check no property of its tensors except the alignment of
-    their memory.
+    """Run a Triton kernel, found by a short key, and check only the alignment of its tensors.
+
+    The function `launch` also reads the dtypes and devices of the tensors.
     """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *tensors, *numbers, **constants)
@@ -287,7 +296,7 @@ def launch_aligned(
     constants: Mapping[str, Any],
     name: Hashable,  # as for `launch_plain`
 ) -> None:
-    """Run a kernel like `launch_plain`, for tensors whose alignment is already known."""
+    """Run a Triton kernel, found by a short key, for tensors whose alignment is already known."""
     runs_compiled = compat.is_compiled(kernel) and _notes.get() is None
     if runs_compiled:
         device = current_gpu()

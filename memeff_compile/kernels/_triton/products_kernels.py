@@ -30,8 +30,11 @@ def of_head(x, batch, head):
 
 @triton.jit
 def load_rows(ptrs, is_row, depth, C: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows as (rows, DEPTH_BLOCK), with zeros in columns beyond DEPTH and, if MASKED, in rows
-    where is_row is false."""
+    """Load rows as a (rows, C.DEPTH_BLOCK) tile from the pointers `ptrs`.
+
+    `depth` contains the indices of the tile's columns. Columns from C.DEPTH on become zeros. If
+    MASKED, rows for which `is_row` is false become zeros too.
+    """
     if MASKED:
         mask = is_row[:, None]
         if C.DEPTH != C.DEPTH_BLOCK:

@@ -27,13 +27,13 @@ class Call:
     def scales(self) -> tuple[float, float]:
         """Return two scales that turn products of queries and keys into exponents of 2.
 
-        Kernels apply the second scale first. The results are called raw scores:
+        Unless the mask is a bias, kernels first multiply products by the sign of the call's scale.
+        Then kernels apply the second scale. The results are called raw scores:
 
         - With a softcap, a raw score is the tanh of the scaled product.
         - If the mask is a bias, a raw score is the scaled product, to which the bias is added.
-        - Otherwise the second scale is 1, and a raw score is the product.
+        - Otherwise the second scale is 1, and a raw score is the product with this sign.
 
-        Unless the mask is a bias, kernels also multiply products by the sign of the call's scale.
         The first scale then turns raw scores into exponents of 2. If the mask is a bias, the first
         scale only converts scores to base 2.
         """

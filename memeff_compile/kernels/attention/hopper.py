@@ -212,9 +212,9 @@ def ranges_of(
     The kernel combines tiles of `own` queries with tiles of `others` keys. For each tile of
     queries, the table contains the range of tiles of keys with visible keys. For each query, the
     table contains the first and the last visible key. Without `ours_are_queries`, queries and keys
-    change roles. The table also tells whether a tensor of `checked` has nan or an infinity at a
-    hidden key. If the mask depends only on positions, return a placeholder, which kernels do not
-    read.
+    change roles. The table also tells whether a tensor of `checked` has nan or an infinity at a key
+    that the mask of keys hides. If the mask depends only on positions, return a placeholder, which
+    kernels do not read.
     """
     if not call.given.has_tables():
         return call.q

@@ -163,8 +163,11 @@ def _query_gradient(
 
 
 def _key_gradients(call: Call, grad: Tensor, stats: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Return the gradients of k and v; `stats` are the two numbers of each query from
-    `_query_gradient`."""
+    """Return the gradients of attention's inputs k and v.
+
+    `stats` contains two numbers of each query, which `_query_gradient` computed. The numbers are
+    the log-sum-exp in base 2, and the sum of the output gradient times the output.
+    """
     from .._triton.gluon import tiles_of_heads
     from . import hopper_gradients_kernels as kernels
 

@@ -74,8 +74,12 @@ def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round.
 
     In each round, every program computes one tile. Also return the sequence and the head of the
-    tile of queries. The program combines this tile with tiles of keys, which the last result
-    describes by the five numbers of `_bounds`.
+    tile of queries. The program combines this tile with tiles of keys. The last result describes
+    the tiles of keys by five numbers:
+
+    - the first tile of keys, the first complete one (without hidden keys), the end of the complete
+      tiles;
+    - the number of incomplete tiles, and the number of all these tiles of keys.
     """
     batch_heads, heads, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
@@ -172,7 +176,7 @@ def _query_step(
 
     The three products are:
 
-    - the scores of a tile of keys;
+    - the queries times the tile's keys, which give the tile's scores;
     - the output gradients times the tile's values;
     - the gradients of the previous tile's scores, times the previous tile's keys.
     """
@@ -230,11 +234,11 @@ def _query_step(
 def _query_gradient(
     memory, bars, outs, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
-    """Compute the gradient of the queries of one group of warps.
+    """Compute the gradient of the queries that one group of warps owns.
 
-    For each query, the group also writes two numbers that the kernel for keys and values reads. The
-    numbers are the log-sum-exp in base 2 (infinity for a query without keys), and the sum of the
-    output gradient times the output.
+    In each tile of queries, a group owns 64 queries. For each query, the group also writes two
+    numbers that the kernel for keys and values reads. The numbers are the log-sum-exp in base 2
+    (infinity for a query without keys), and the sum of the output gradient times the output.
     """
     q_memory, grad_memory, out_memory, k_memory, _ = memory
     own_full, own_empty, _, k_empty, _, _, _ = bars
@@ -408,8 +412,12 @@ def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of keys that a program computes in a given round.
 
     In each round, every program computes one tile. The tile's sequence and key head are returned
-    too, first as one combined index, then as two indices. The program combines the tile with tiles
-    of queries, which the last result describes by the five numbers of `_bounds`.
+    too, first as one combined index, then as two indices. The program combines the tile of keys
+    with tiles of queries. The last result describes the tiles of queries by five numbers:
+
+    - the first tile of queries, the first complete one (without hidden keys), the end of the
+      complete tiles;
+    - the number of incomplete tiles, and the number of all these tiles of queries.
     """
     batch_groups, groups, _, queries, keys, tiles, _, span, section = work
     if C.HAS_BOUNDS:
@@ -506,8 +514,10 @@ def _key_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Add the contribution of a tile of queries to the gradients of the keys and values of one
-    group of warps."""
+    """Add the contribution of a tile of queries to the gradients of some keys and their values.
+
+    One group of warps owns these 64 keys.
+    """
     acc_k, acc_v = sums
     k_memory, v_memory, q_memory, grad_memory, sums_memory, delta_memory = memory
     _, _, full, empty = bars
@@ -560,7 +570,10 @@ def _key_step(
 def _key_gradient(
     memory, bars, outs, ranges_ptr, work, scales, PART: gl.constexpr, C: gl.constexpr
 ):
-    """Compute the gradients of the keys and values of one group of warps."""
+    """Compute the gradients of the keys and values that one group of warps owns.
+
+    In each tile of keys, a group owns 64 keys and their values.
+    """
     k_memory, v_memory, _, _, _, _ = memory
     own_full, own_empty, _, _ = bars
     grad_k_desc, grad_v_desc = outs

@@ -6,19 +6,20 @@ Each group of four warps computes 64 queries of the program's tile. Before a pro
 until the loading warp has loaded the product's keys or values. With IN_TURN, the two groups start
 their products in turn. Therefore one group of warps can compute exponentials while the other group
 multiplies. A program computes one tile of queries after another. Meanwhile, the loading warp
-already loads the next tile.
+already loads the next tiles of queries, keys and values, as soon as shared memory is free.
 
 As in `tiles_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
 the masking conditions only in pairs in which some keys are hidden. Pairs with hidden keys come
 first.
 
 If a call has sequence ids or a mask of keys (HAS_BOUNDS), the kernel reads a table that
-`ranges.find` made. The table contains the tiles that each tile of queries visits, and the first and
-the last visible key of each query. If all keys between them are visible, the kernel compares
-positions with these two numbers. Otherwise the kernel compares two other numbers of the table, one
-of the query and one of the key. These two numbers, called joint ids, are equal if neither the mask
-of keys nor the sequence ids hide the key. Hidden values may be nan or infinite. If they are, the
-kernel replaces them by zeros in tiles in which the mask may hide a key.
+`ranges.find` made. The table tells which tiles of keys to combine with each tile of queries. The
+table also contains the first and the last visible key of each query. If all keys between them are
+visible, the kernel compares positions with these two numbers. Otherwise the kernel compares two
+other numbers of the table, one of the query and one of the key. These two numbers, called joint
+ids, are equal if neither the mask of keys nor the sequence ids hide the key. Values that the mask
+of keys hides may be nan or infinite. If they are, the kernel replaces them by zeros in tiles in
+which the mask may hide a key.
 """
 
 from __future__ import annotations
@@ -137,14 +138,16 @@ def _sequence_of(
 ):
     """Return two pointers into the table that `ranges.find` made.
 
-    The first pointer points to the numbers of one sequence. For a kernel with tiles of queries,
-    each query has three numbers: its first and its last visible key, and its joint id. Each key has
-    a joint id too. The joint ids of a query and a key are equal if neither the mask of keys nor the
-    sequence ids hide the key. For a kernel with tiles of keys, queries and keys change roles.
+    Each query and each key has a joint id, one number. The joint ids of a query and a key are equal
+    if neither the mask of keys nor the sequence ids hide the key. The first pointer points to the
+    numbers of one sequence. For a kernel with tiles of queries, each query has three numbers: its
+    first and its last visible key, and its joint id. Each key has its joint id. For a kernel with
+    tiles of keys, queries and keys change roles.
 
-    The second pointer points to the flags of all sequences. A flag tells whether hidden keys or
-    values of a sequence and key head are nan or infinite. `others` is the number of the sequence's
-    keys for tiles of queries, and the number of its queries for tiles of keys.
+    The second pointer points to the flags of all sequences. A flag tells whether keys or values
+    that the mask of keys hides are nan or infinite. There is one flag for each sequence and key
+    head. `others` is the number of the sequence's keys for tiles of queries, and the number of its
+    queries for tiles of keys.
     """
     size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
     first_ptr = ranges_ptr + batches * tiles * FIELDS
@@ -174,9 +177,10 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
 
 @gluon.jit
 def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
-    """Find the tiles of keys in which hidden keys or values must be replaced by zeros.
+    """Find the tiles of keys in which zeros must replace hidden keys or values.
 
-    These are all tiles before one tile, and all tiles from another tile on. Return these two tiles.
+    Hidden means that the mask of keys hides the key from all queries. The function returns two tile
+    numbers. Zeros are needed in all tiles before the first number, and from the second number on.
     If no hidden key or value has nan or an infinity, there are no such tiles.
     """
     clean, dirty = 0, NOWHERE
@@ -192,22 +196,22 @@ def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
 def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexpr):
     """Return the numbers from which a kernel finds the keys that a tile of queries sees.
 
-    The numbers come from the table that `ranges.find` made. The first result describes the tile's
-    queries by five items:
+    The numbers come from the table that `ranges.find` made. Each query and each key has a joint id,
+    one number. The joint ids of a query and a key are equal if neither the mask of keys nor the
+    sequence ids hide the key. The first result describes the tile's queries by five items:
 
     - the queries' positions;
     - the first and the last visible key of each query;
     - the joint id of each query;
     - whether any query of the tile has visible keys with gaps between them.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. The second result is a pointer to the joint ids of the sequence's keys. The last
-    two results are tiles of keys. Before the first of these tiles, and from the second one on,
-    hidden keys or values must be replaced by zeros.
+    The second result is a pointer to the joint ids of the sequence's keys. The last two results are
+    numbers of tiles of keys. Zeros must replace keys or values that the mask of keys hides, in two
+    ranges of tiles: before the first number, and from the second number on.
 
     `sequences` is the number of sequences. `at` contains the tile's sequence, the tile, and the
-    number of tiles of a sequence. `heads` contains the index of the tile's sequence and query head,
-    and the number of query heads per key head.
+    number of tiles of a sequence. `heads` contains one combined index of the tile's sequence and
+    query head, and the number of query heads per key head.
     """
     batch, tile, tiles = at
     row, repeat = heads
@@ -223,8 +227,13 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
 def _nth(index, found):
     """Return the visited tile with a given index: tiles with hidden keys come first.
 
-    A program combines its own tile with the visited tiles. `found` describes them by the five
-    numbers of `_bounds`."""
+    A program combines its own tile with the visited tiles. `found` describes the visited tiles by
+    five numbers:
+
+    - the first visited tile, the first complete tile (without hidden keys), the end of the complete
+      tiles;
+    - the number of incomplete tiles, and the number of all visited tiles.
+    """
     first, full_first, full_stop, edges, _ = found
     edge = edge_tile(index, first, full_first, full_stop)
     return gl.where(index < edges, edge, full_first + index - edges)
@@ -232,9 +241,11 @@ def _nth(index, found):
 
 @gluon.jit
 def _which_count(query, key, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
-    """Return which keys of a tile each query sees under the bounds on positions.
+    """Return which keys of a tile each query sees under the bounds `span` on positions.
 
-    `AXIS` is the axis of the queries.
+    `query` and `key` are positions. `span` is the pair of bounds `(ahead, behind)`: how far after
+    and before a query its keys may be. `is_key` marks the keys that the result may contain. `AXIS`
+    is the axis of the queries.
     """
     query = gl.expand_dims(query, 1 - AXIS)
     key = gl.expand_dims(key, AXIS)
@@ -251,8 +262,9 @@ def _is_within(ours, other):
     """Return which positions of a visited tile are in the visible range of each position of the
     program's own tile.
 
-    One of these two tiles contains queries, and the other contains keys. A position's visible range
-    extends from the first to the last position that this position sees.
+    The program combines its own tile with visited tiles. One of the two tiles contains queries, and
+    the other contains keys. A position's visible range extends from the first to the last position
+    that this position sees.
     """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
@@ -264,9 +276,10 @@ def _is_same(ours, joint_ids):
     """Return in which pairs of a query and a key neither the mask of keys nor the sequence ids hide
     the key.
 
-    The queries and keys are those of the program's own tile and a visited tile. The joint ids of a
-    query and a key are equal if neither the mask of keys nor the sequence ids hide the key. So the
-    function compares joint ids.
+    The program combines its own tile of queries with visited tiles of keys, or the other way
+    around. `ours` describes the positions of the own tile. `joint_ids` contains the joint ids of a
+    visited tile. The joint ids of a query and a key are equal if neither the mask of keys nor the
+    sequence ids hide the key. So the function compares joint ids.
     """
     return gl.expand_dims(ours[3], 1) == gl.expand_dims(joint_ids, 0)
 
@@ -280,16 +293,20 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _is_dirty(tile, told):
-    """Return whether hidden keys or values of a tile of keys must be replaced by zeros."""
+    """Return whether zeros must replace the keys or values that the mask of keys hides in a tile.
+
+    `told` contains the numbers of the two tiles that `_dirty_tiles` found.
+    """
     _, _, _, clean, dirty = told
     return (tile < clean) | (tile >= dirty)
 
 
 @gluon.jit
 def _clear_hidden(memory, told, tile, C: gl.constexpr):
-    """Write zeros over a tile's hidden keys or values in shared memory, because 0 times nan is nan.
+    """Write zeros over those keys or values of a tile that the mask of keys hides from all queries.
 
-    Every group of warps writes the same numbers, so groups need not wait for each other.
+    The tile is in shared memory. Hidden numbers may be nan, and 0 times nan is nan. Every group of
+    warps writes the same numbers, so groups need not wait for each other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     _, _, joint_ids_ptr, _, _ = told
@@ -306,8 +323,12 @@ def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
     """Return the tile of queries that a program computes in a given round.
 
     In each round, every program computes one tile. Also return the sequence and the head of the
-    tile of queries. The program combines this tile with tiles of keys, which the last result
-    describes by the five numbers of `_bounds`.
+    tile of queries. The program combines this tile with tiles of keys. The last result describes
+    the tiles of keys by five numbers:
+
+    - the first tile of keys, the first complete one (without hidden keys), the end of the complete
+      tiles;
+    - the number of incomplete tiles, and the number of all these tiles of keys.
     """
     batch_heads, heads, _, queries, keys, query_tiles, ahead, behind, section = work
     if C.HAS_BOUNDS:
@@ -380,13 +401,14 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 @gluon.jit
 def _joint_ids_at(other, told, MASKED: gl.constexpr):
-    """Return a joint id for each position of a visited tile.
+    """Return a number, the joint id, for each position of a visited tile.
 
-    The program combines its own tile of queries with visited tiles of keys, or the other way
-    around. `other` contains the positions of the visited tile. The joint ids of a query and a key
-    are equal if neither the mask of keys nor the sequence ids hide the key. With MASKED = GAPS, the
-    kernel compares joint ids to find hidden keys. With other values of MASKED, the function returns
-    the positions themselves, which `_hide` does not use.
+    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
+    hide the key. The program combines its own tile of queries with visited tiles of keys, or the
+    other way around. `other` contains the positions of the visited tile. `told` contains a pointer
+    to their joint ids. With MASKED = GAPS, the kernel compares joint ids to find hidden keys. With
+    other values of MASKED, the function returns the positions themselves, which `_hide` does not
+    use.
     """
     joint_ids = other
     if MASKED == GAPS:
@@ -411,9 +433,12 @@ def _hide(
     `numbers` are the scores or softmax weights of a tile of queries and a tile of keys. One of
     these tiles is the program's own tile, and the other is the visited tile. `AXIS` is the axis of
     the queries: 0 if the own tile contains queries, otherwise 1. `ours` describes the positions of
-    the own tile. `other` contains the positions of the visited tile. With MASKED = GAPS,
-    `joint_ids` contains the joint ids of these positions. `told` contains the bounds on positions,
-    the number of keys, and a pointer to joint ids.
+    the own tile. `other` contains the positions of the visited tile.
+
+    With MASKED = GAPS, the kernel compares joint ids, one number per query or key. The joint ids of
+    a query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
+    `joint_ids` then contains the joint ids of the visited tile. `told` contains the bounds on
+    positions, the number of keys, and a pointer to joint ids.
     """
     span, keys, joint_ids_ptr, _, _ = told
     query, key = ours[0], other
@@ -504,7 +529,10 @@ def _step_forward(
 
 @gluon.jit
 def _attend(memory, bars, outs, ranges_ptr, work, scale, PART: gl.constexpr, C: gl.constexpr):
-    """Compute the output for the queries of one group of warps."""
+    """Compute the output for the queries that one group of warps owns.
+
+    In each tile of queries, a group owns 64 queries.
+    """
     out_desc, lse_ptr = outs
     q_memory, k_memory, v_memory, out_memory = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = bars

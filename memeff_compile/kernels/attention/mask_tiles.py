@@ -146,7 +146,11 @@ def dense_of(
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask as kernel arguments, with the list of tiles that each program visits."""
+    """Return a mask as kernel arguments, with a list of tiles of the mask for each program.
+
+    A program combines its own tile of queries or keys with the tiles in its list. The list leaves
+    out tiles with the code empty (every key is hidden).
+    """
     from . import mask_tiles_kernels as kernels
 
     if codes is None:

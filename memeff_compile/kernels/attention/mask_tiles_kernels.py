@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels that classify the tiles of a mask, and list the tiles that other kernels visit.
 
-The codes have the same meaning as in the module `mask_tiles`. Code 0 is empty (every key is
-hidden), 1 partial, and 2 full (every key is visible). A tile that contains only very low numbers
-gets the temporary code 3. A later step finds out whether each query of the tile has a visible key
-in another tile.
+Each tile of the mask gets a code, with the same meaning as in the module `mask_tiles`. Code 0 is
+empty (every key is hidden), 1 partial, and 2 full (every key is visible and the mask adds 0). If a
+mask is added to scores, a tile that contains only very low numbers gets the temporary code 3. A
+later step finds out whether each query of the tile has a visible key in another tile.
 """
 
 from __future__ import annotations

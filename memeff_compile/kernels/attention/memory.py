@@ -42,10 +42,11 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
     multiple of 128. Calls with sequence ids or a mask of keys need a table while a kernel runs. The
-    table of a Triton kernel describes the visible tiles, with 16 bytes per tile and sequence. The
-    table of a kernel in Gluon describes the visible positions. It has about 16 bytes per position
-    of each sequence, rounded up to a multiple of 128 positions. All heads share this table. The
-    kernels in Gluon need at least 16 heads, so their table has at most about 13 % of the bytes that
-    this function returns.
+    table of a Triton kernel tells which tiles of queries and keys to combine, with 16 bytes per
+    tile and sequence. The table of a kernel in Gluon tells which keys each query sees, or which
+    queries see each key. The table of a kernel in Gluon has about 16 bytes per position of each
+    sequence, rounded up to a multiple of 128 positions. All heads share this table. The kernels in
+    Gluon need at least 16 heads, so their table has at most about 13 % of the bytes that this
+    function returns.
     """
     return 8 * sympy.sympify(batch) * heads * queries

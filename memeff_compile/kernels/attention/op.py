@@ -98,7 +98,7 @@ def supports(
 
 
 def _unlike(given: _Call) -> str | None:
-    """Return a sentence that says why the op does not support a call, or None if it does."""
+    """Return the reason why the attention op does not support a call, or None if it does."""
     named = {"q": given.q, "k": given.k, "v": given.v}
     return (
         _unlike_settings(given.softcap, given.empty_rows)
@@ -183,8 +183,10 @@ def _not_alone(given: _Call) -> str | None:
 
 
 def _conditions(name: str, given: _Call) -> Conditions:
-    """Return the masking conditions of a call, or raise an error if the op does not support the
-    call.
+    """Return the conditions under which a query attends to a key, and how scores are computed.
+
+    `given` contains the arguments of a call of the attention op. If the op does not support the
+    call, the function raises an error.
     """
     require(name, _unlike(given))
     factor = given.q.shape[3] ** -0.5 if given.scale is None else given.scale

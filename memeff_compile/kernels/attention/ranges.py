@@ -10,9 +10,9 @@ first and the last one that it sees. For marked tiles, the kernels compare joint
 number for each position. The joint ids of a query and a key are equal if neither the mask of keys
 nor the sequence ids hide the key.
 
-Hidden keys and values may be nan or infinite, and 0 times nan is nan. If a sequence has such
-numbers at hidden keys, the forward kernel and the kernel for the gradient of q replace hidden keys
-and values by zeros.
+Keys and values that the mask of keys hides may be nan or infinite, and 0 times nan is nan. If a
+sequence has such numbers at hidden keys, the forward kernel and the kernel for the gradient of q
+replace hidden keys and values by zeros.
 """
 
 from __future__ import annotations
@@ -53,17 +53,16 @@ def find(
 ) -> Tensor:
     """Return an int32 table, from which attention kernels read the keys that each query sees.
 
-    The kernels combine tiles of `own` queries with tiles of `others` keys. The table contains, one
-    after another:
+    The kernels combine tiles of `own` queries with tiles of `others` keys. `checked` contains keys,
+    values, or both. The table contains, one after another:
 
     - for each tile of queries, the `FIELDS` (8) numbers, such as the first of its tiles of keys;
     - for each sequence, four lists. The first two lists contain the first and the last key that
       each query sees. The last two lists contain the joint ids of the queries and of the keys. The
       joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide
       the key;
-    - for each sequence and key head, a flag: 1 if a hidden number of `checked` is nan or infinite,
-      otherwise 0. `checked` contains keys, values, or both. The mask of keys hides keys and their
-      values.
+    - for each sequence and key head, a flag. The flag is 1 if `checked` has nan or an infinity at a
+      key that the mask of keys hides, otherwise 0.
 
     Without `ours_are_queries`, queries and keys change roles in the tiles and the lists. The lists
     then contain the first and the last query that sees each key. If a query sees no key, or no

@@ -42,12 +42,11 @@ VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 @triton.jit
 def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Return, for each position of the program's tile, the range of visited positions that it sees.
+    """Find which of `PART` positions, from `start` on, each position of the program's tile sees.
 
-    If the program's tile contains queries, the visited positions are keys, and the other way
-    around. A query and a key see each other if the query attends to the key. The function looks
-    only at the `PART` positions that begin at `start`. The results are the first and the last of
-    these positions that is seen, and the number of seen positions.
+    If the program's tile contains queries, the `PART` positions are keys, and the other way around.
+    A query and a key see each other if the query attends to the key. For each position of the tile,
+    the results are the first and the last seen position, and the number of seen positions.
     """
     place, is_ours = mine
     their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
@@ -67,14 +66,14 @@ def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.conste
 
 @triton.jit
 def _ends(found, start, stop):
-    """Return, for each position of the program's tile, the first and the last visited position that
-    it sees, and how many it sees.
+    """Return the first and last position that each position of a tile sees, and how many it sees.
 
-    If the program's tile contains queries, the visited positions are keys, and the other way
-    around. A query and a key see each other if the query attends to the key. The visited positions
-    are passed as ranges. The vectors `start` and `stop` contain the first position of each range,
-    and the position after its last one. `found` says which of these ranges each position sees. A
-    position sees a range completely or not at all.
+    A program combines its own tile of queries with keys, or its own tile of keys with queries. A
+    query and a key see each other if the query attends to the key. The positions to combine with
+    the tile are passed as ranges. The vectors `start` and `stop` contain the first position of each
+    range, and the position after its last one. `found` says which of these ranges each position of
+    the tile sees. A position sees a range completely or not at all. The number counts all positions
+    of the seen ranges.
     """
     low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
     high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)
@@ -85,7 +84,7 @@ def _ends(found, start, stop):
 def _joint_ids_of(
     place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr
 ):
-    """Return an int32 number for each position, its joint id.
+    """Return an int32 number for each given query or key, its joint id.
 
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
     hide the key.

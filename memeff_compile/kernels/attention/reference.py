@@ -81,15 +81,20 @@ class _Operands:
 
 
 def block_of(heads: int, queries: int, keys: int) -> int:  # heads of all sequences
-    """Return the number of queries of a block: as many as `BLOCK_SCORES` allows, but at least
-    16."""
+    """Return how many queries a block has: as many as `BLOCK_SCORES` scores allow, but at least 16.
+
+    Each query has one score per head and key.
+    """
     return max(1, min(queries, max(16, BLOCK_SCORES // max(1, heads * keys))))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply (B, G, R, m, X) by (B, G, X, Y).
 
-    The R query heads that use one key-value head share the second factor."""
+    The R query heads that use one of the G key-value heads share the second factor. B counts
+    sequences, and m counts queries. One of X and Y is the head dimension, and the other counts
+    keys.
+    """
     batch, groups, repeat, rows, inner = a.shape
     found = torch.matmul(a.reshape(batch, groups, repeat * rows, inner), b)
     return found.view(batch, groups, repeat, rows, b.shape[3])
@@ -98,7 +103,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
     """Sum a^T b over the queries and the query heads that share a key-value head.
 
-    The inputs are (B, G, R, m, X) and (B, G, R, m, Y).
+    The inputs are (B, G, R, m, X) and (B, G, R, m, Y), and the result is (B, G, X, Y). B counts
+    sequences, G key-value heads, R query heads per key-value head, and m queries. X counts keys,
+    and Y is the head dimension.
     """
     left, right = (each.flatten(2, 3) for each in (a, b))
     return torch.matmul(left.transpose(2, 3), right)

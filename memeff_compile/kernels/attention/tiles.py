@@ -54,9 +54,10 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether kernels must read from a table which tiles to visit.
+        """Return whether kernels must read from a table which tiles of queries and keys to combine.
 
-        A mask that depends only on positions needs no table.
+        A mask that depends only on positions needs no table. The exceptions are calls in which a
+        query may have no key and then gets the mean of all values.
         """
         return self.given.has_tables() or self.mean
 
@@ -91,7 +92,12 @@ class _Call(Call):
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
     ) -> tuple[Tensor, int]:
-        """Return the tiles that each program visits, and the number of programs."""
+        """Return a table of the tiles that each program visits, and the number of own tiles.
+
+        A program combines its own tile with the visited tiles. Own tiles contain queries if
+        `ours_are_queries`, otherwise keys. The number counts the tiles of one sequence and head. If
+        kernels need no table, the first result is a placeholder.
+        """
         _, heads, _, queries, keys, _ = self.sizes
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
@@ -100,8 +106,13 @@ class _Call(Call):
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask tensor as kernel arguments, with the list of tiles that each program
-        visits."""
+        """Return the mask tensor as kernel arguments, with a list of mask tiles for each program.
+
+        A program has its own tile of queries if `ours_are_queries`, otherwise its own tile of keys.
+        The program combines this tile with the tiles in its list. The list leaves out tiles with
+        the code empty (every key is hidden). Without a mask tensor, the function returns
+        placeholders.
+        """
         if self.given.mask is None:
             return none_of(self.q)
         return dense_of(
@@ -166,8 +177,9 @@ def attend(
     scores.
 
     The first result is (B, H, M, D) in bf16 or fp16, and the second is (B, H, M) in fp32. If the
-    mask is a bias, the second result is (2, B, H, M), as in `reference.attend`. Without a `plan`,
-    calls for which `hopper.is_faster` is true run the Gluon kernel of the module `hopper`.
+    mask is a bias, the second result is (2, B, H, M). Its planes are the largest score, and the
+    logarithm of the sum of weights relative to that score. Without a `plan`, calls for which
+    `hopper.is_faster` is true run the Gluon kernel of the module `hopper`.
     """
     from . import tiles_kernels as kernels
 

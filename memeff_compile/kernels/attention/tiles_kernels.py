@@ -49,7 +49,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def _raw(product, inner, C: tl.constexpr):
     """Return the raw score that the softmax scales: the product of query and key.
 
-    With a softcap, return the tanh of this product, with an error below 2e-7.
+    If the mask is a bias, the product is scaled. With a softcap, return the tanh of the scaled
+    product, with an error below 2e-7.
     """
     if C.IS_BIAS:
         product = product * inner
@@ -69,11 +70,11 @@ def _weights(raw, sums, scale):
 
 @triton.jit
 def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
-    """Load a tile of the mask, of shape (positions of the program's tile, positions of the visited
-    tile).
+    """Load a tile of the mask, with a row for each position of the program's own tile.
 
-    One of these tiles contains queries, and the other contains keys. `is_ours` and `is_other` tell
-    which of their positions lie inside the tensors. Outside, the result is 0.
+    A program combines its own tile of queries with visited tiles of keys, or the other way around.
+    The columns are the positions of the visited tile. `is_ours` and `is_other` tell which positions
+    of the two tiles lie inside the tensors. Outside, the result is 0.
     """
     corner, places, stride = mask
     inside = is_ours[:, None] & is_other[None, :]
@@ -92,11 +93,15 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the tile with the position `index` among the fully visible tiles or, if MASKED, among
-    the partly visible tiles.
+    """Return the number of the visited tile with a given index, and a number for the next call.
 
-    If the tiles come from a list, the caller loaded the number of this tile one iteration earlier.
-    The second result is the number of the tile `following`, loaded for the next call.
+    A program combines its own tile with the visited tiles. If MASKED, `index` counts the partly
+    visible tiles, otherwise the fully visible tiles.
+
+    With a mask tensor (C.HAS_MASK), the tile numbers come from a list. The last element of `visits`
+    is then the number to return, which the caller loaded one iteration earlier. The second result
+    is the tile number at the index `following`. Without a mask tensor, the index of a fully visible
+    tile is its number.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index
@@ -117,11 +122,15 @@ def _tiles_of(x, batch, head, offs, depth):
 
 @triton.jit
 def _program(rows, tiles, C: tl.constexpr):
-    """Return the number of a program's tile, and the index of the program's sequence and attention
-    head. Tile 0 has the first position.
+    """Return the number of a program's tile, and an index of its sequence and attention head.
 
-    Programs that run at the same time read the same keys and values of an attention head, or the
-    same queries and output gradients.
+    A tile contains consecutive queries or keys of one sequence. In the kernel for the gradients of
+    keys and values, tile 0 contains the first keys. The other kernels reverse the returned number:
+    0 stands for the tile with the last queries.
+
+    If C.BY_HEAD, the programs of one head start together. These programs read the same keys and
+    values, or the same queries and output gradients. Otherwise, the programs for the same tile of
+    all heads start together.
     """
     if C.BY_HEAD:
         tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -139,9 +148,10 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
     - the first tile, and the first fully visible tile;
     - the end of the fully visible tiles, and the end of all tiles.
 
-    If HAS_MASK, the program visits the tiles of a list instead. The third result then counts the
-    fully visible tiles, and the fourth all tiles of the list. The further results are the list, its
-    maximum length, and its first fully and first partly visible tile.
+    With a mask tensor (C.HAS_MASK), the program visits the tiles of a list instead, which `mask`
+    contains. The third result then counts the fully visible tiles, and the fourth all tiles of the
+    list. The further results are the list, its maximum length, and its first fully and first partly
+    visible tile.
 
     `tile` contains the batch index, a query head, the tile's number and the number of tiles. For a
     tile of keys, the query head is the first one that attends to these keys. The lengths, bounds
