@@ -129,9 +129,8 @@ def merge_prompt(
 ) -> None:
     """Merge two layers' keys and values of a prompt, by kernels.
 
-    A prompt is the first tokens that are written to an empty cache.
-
-    The caches then contain the same as after `pair_reference.merge`.
+    A prompt is the first tokens that are written to an empty cache. The caches then contain the
+    same as after `pair_reference.merge`, which takes the same arguments.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)

@@ -157,7 +157,9 @@ def merge(
 ) -> None:
     """Merge two layers' keys and values in `rows`, and store them in the layers' caches.
 
-    The first token of `rows` has the position `coded`. No value is copied from the GPU to the CPU.
+    Merging replaces a token's two keys by one shared direction (unit vector) and two lengths. The
+    two values are merged likewise. The first token of `rows` has the position `coded`. No value is
+    copied from the GPU to the CPU.
     """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
