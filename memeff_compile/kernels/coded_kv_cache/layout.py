@@ -168,7 +168,7 @@ class ValuePair(NamedTuple):
 
 
 def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Return the ten tensors of one layer's cache (`Pool`), if it shares values with another layer.
+    """Return the ten tensors (`Pool`) of the cache of a layer that shares values with another one.
 
     `shared` (`SharedValues`) contains the codes and scales of values. `shared` also contains the
     positions of each sequence's first tokens, which the cache stores exactly. The other tensors are
@@ -182,9 +182,9 @@ def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of a low-bit cache, from which the shapes of its tensors follow.
+    """The parameters of a low-bit cache, from which `shapes` computes the shapes of its tensors.
 
-    The scheme says which keys and values share a scale.
+    The scheme says which numbers of keys, and which numbers of values, share a scale.
     """
 
     depth: int  # channels per head

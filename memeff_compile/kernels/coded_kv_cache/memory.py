@@ -48,7 +48,7 @@ def fixed_bytes(
 
 
 def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token's keys and values in one layer's cache and one sequence.
+    """Return the bytes of one token's keys and values in codes, in one layer and sequence.
 
     `layout` determines the bits of the codes and the number of scales. A scale has `itemsize`
     bytes. If `layout.bits` is PLAIN, keys and values are numbers of `itemsize` bytes, without

@@ -4,8 +4,9 @@ implementation, fake tensors.
 A cache consists of ten tensors, the *pool*, which every op takes in the same order.
 `layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` returns no tensor. The op
 writes to all tensors of the pool except `places`, the positions of each sequence's first tokens.
-The caller sets these positions before. The other ops only read the pool. The ops have no backward
-pass, because they are meant for generation. If a gradient is requested, the ops raise an error.
+The caller sets these positions before the call. The other ops only read the pool. The ops have no
+backward pass, because they are meant for generation. If a gradient is requested, the ops raise an
+error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers with merged caches.
 
-The ops append tokens to the KV caches of the two layers, lower and upper.
-For each merged token and head, the keys of both layers share one direction (a vector of length
-one). The values of both layers share another direction. Some tokens stay unmerged, and each layer
-stores their keys and values exactly. The two layers share the tensors named in `SHARED`. Each layer
-also has its own tensors, named in `OWN`.
+The ops append tokens to the KV caches of the two layers, lower and upper. For each merged token and
+head, the keys of both layers share one direction (a vector of length one). The values of both
+layers share another direction. Some tokens stay unmerged, and each layer stores their keys and
+values exactly. The two layers share the tensors named in `SHARED`. Each layer also has its own
+tensors, named in `OWN`.
 
 The ops `coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of one
 layer. The pool is the ten tensors of the layer's cache, some of them shared (`pool_of`). The norms,

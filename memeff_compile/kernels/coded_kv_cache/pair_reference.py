@@ -227,9 +227,9 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
     """Copy the keys and values of unmerged tokens to each layer's memory for such tokens.
 
     Keys and values of other tokens are merged across two layers. The function `keep` has chosen the
-    tokens that stay unmerged. The function copies from `rows`: keys and values of the lower layer,
-    then those of the upper layer. The first token in each tensor of `rows` has the position `coded`
-    in the cache.
+    tokens that stay unmerged. This function copies from `rows`, which contains the keys and values
+    of the lower layer, then those of the upper layer. The first token in each tensor of `rows` has
+    the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
