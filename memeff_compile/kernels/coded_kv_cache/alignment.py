@@ -49,7 +49,10 @@ _PRODUCTS = 1 << 24
 
 
 def identity(maps: Sequence[Tensor]) -> None:
-    """Set two layers' maps to the identity, for caches with too few tokens to fit maps."""
+    """Set two layers' linear maps to the identity, with which keys and values stay unchanged.
+
+    The function `fit` replaces the identity by maps that make the layers' keys and values similar.
+    """
     lower_means, upper_means, turns, slots = maps
     lower_means.zero_()
     upper_means.zero_()
@@ -82,12 +85,15 @@ def fit(
 ) -> None:
     """Write the maps that bring two layers' rows (keys or values) closest to each other.
 
+    `maps` contains the mean of each layer's rows, the matching heads (`slots`), and rotations
+    (`turns`). The rotations turn the upper layer's rows towards those of the lower layer.
+
     `angles` are those of a rotary embedding. If they are passed, the fit treats each key as if it
     also appeared at later positions, up to `span` positions after its own.
 
-    If the rotations passed to `fit` are not the identity, an earlier call has fitted them to other
-    rows. `fit` keeps these rotations and slots (matching heads) if the new rows are too few to fit
-    better ones. After rotary embedding, a rotation that fits the keys of a few tokens may not fit
+    Rotations in `maps` that are not the identity were fitted to other rows before. `fit` then keeps
+    the matching heads. `fit` also keeps a rotation where the new rows are too few to determine a
+    better one. After rotary embedding, a rotation that fits the keys of a few tokens may not fit
     the keys at later positions.
     """
     add, multiply = sums or (sum_rows, multiply_rows)
@@ -110,12 +116,13 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace the means and products of two layers' keys by averages over later positions.
+    """Change sums over two layers' keys as if each key also appeared at later positions.
 
-    The means are in `maps`. `products` contains the sums over tokens of the upper layer's keys
-    times the lower layer's keys, after subtracting the means. The average is over the positions
-    from a key's own to `span` positions later, as if the key also appeared there. `angles` are
-    those of the keys' rotary embedding.
+    At a later position, a rotary embedding rotates the same key further. `angles` are those of the
+    rotary embedding. `maps` contains the mean of each layer's keys. `products` contains the sums
+    over tokens of the upper layer's keys times the lower layer's keys, after subtracting the means.
+    The function replaces these means and products by their averages over positions. The positions
+    go from a key's own to `span` positions later.
     """
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
@@ -132,13 +139,14 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two tensors, from which two layers of a KV cache, lower and upper, are aligned.
+    """Return the matching heads and the sums from which two layers of a KV cache are aligned.
 
-    A row is the key or the value of one token in one attention head. All sequences share the two
-    tensors:
+    To align two layers, lower and upper, the upper layer's rows are rotated towards those of the
+    lower layer. A row is the key or the value of one token in one attention head. All sequences
+    share the two results:
 
     - the slot (matching head of the lower layer) of each head of the upper layer, (H);
-    - the sums of products of the two layers' rows, over all sequences, (H, 2, D, D).
+    - the sums of outer products of the two layers' rows, over all sequences, (H, 2, D, D).
 
     The orthogonal matrices closest to these sums are the rotations that align the layers. `rows`
     contains the keys and values of both layers, and `counted` says which tokens count, as in `fit`.
@@ -178,8 +186,9 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
     """Return the sums over tokens of products of two layers' rows, in fp32 or fp64.
 
     A row is the key or the value of one token in one attention head. A product is the outer product
-    of an upper layer's row and the row of the matching head in the lower layer. Before, the means
-    in `maps` are subtracted. `rows` contains the keys and values of the lower layer, then those of
+    of an upper layer's row and the row of the matching head in the lower layer. From each row, the
+    function first subtracts the mean row of the same layer and head. `maps` contains these means
+    and the matching heads. `rows` contains the keys and values of the lower layer, then those of
     the upper layer, or only the values. Only tokens for which `counted` is true are added.
     """
     products = torch.zeros_like(maps.turns, dtype=wide(rows[0].dtype))
@@ -211,8 +220,10 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 
 
 def upper_heads(maps: Maps) -> Tensor:
-    """Return the index of the upper layer's head for each slot (head of the lower layer), (B,
-    H).
+    """Return the upper layer's matching head for each head of the lower layer, (B, H).
+
+    The rows of matching heads are merged. `maps.slots` contains the reverse: the lower layer's head
+    for each head of the upper layer.
     """
     heads: Tensor = maps.slots.argsort(1)
     return heads
@@ -223,9 +234,10 @@ def aligned(rows: Sequence[Tensor], maps: Maps) -> list[Tensor]:
     rows.
 
     The maps subtract the mean of each layer's rows, and rotate the upper layer's rows towards those
-    of the lower layer. A row is the key or the value of one token in one attention head. The
-    results are in fp32 or fp64, and their heads are in the order of the slots (heads of the lower
-    layer). `rows` contains the keys and values of both layers, or only the values, as in `fit`.
+    of the lower layer. A row is the key or the value of one token in one attention head. In the
+    results, each head of the upper layer stands at the index of the lower layer's matching head.
+    The results are in fp32 or fp64. `rows` contains the keys and values of the lower layer, then
+    those of the upper layer, or only the values.
     """
     heads, kinds = upper_heads(maps), len(rows) // 2
     found = [centred(rows[at], maps.lower_means[:, :, at]) for at in range(kinds)]
@@ -288,16 +300,17 @@ def _spans(x: Tensor) -> list[slice]:
 
 
 def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
-    """Return a similarity (B, H, H) between each head of the upper layer and each head of the lower
-    layer.
+    """Return a similarity (B, H, H) between each head of the upper and each of the lower layer.
 
+    The function `matched` uses the similarities to pair the heads of two layers of a KV cache.
     The keys (or values) of one head, minus their mean, form a matrix with one row per token. For
     two such matrices X and Y, the similarity is the norm of `Y.T @ X`, divided by the norms of X
     and Y. An orthogonal map of one head's rows does not change this similarity.
 
-    `rows` contains the keys, or the values, of the lower layer and of the upper layer. `means`, (B,
-    H, 2, D), contains the means of both over the tokens that count. On a GPU, 16-bit rows are
-    multiplied in 16 bits.
+    `rows` contains the keys, or the values, of the lower layer and of the upper layer. Tokens for
+    which `counted` is false are ignored. `means`, (B, H, 2, D), contains each layer's mean over the
+    other tokens. The function reads at most `_MATCHED_ON` tokens per sequence. On a GPU, 16-bit
+    rows are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]

@@ -21,9 +21,10 @@ from .append_codes_kernels import _load_rows
 
 @triton.jit
 def _tile(x, sequence, head, place, is_token, column):
-    """Load some columns of some tokens of one head of the tensor `x`; missing tokens become zeros.
+    """Load some channels of some tokens' keys, or values, in one head; missing tokens become zeros.
 
-    `x` is a tensor with its strides, as in `key_tiles.Cells`."""
+    `x` is the tensor of keys or values with its strides, as in `key_tiles.Cells`. `place` contains
+    the tokens' indices, and `column` the channels' indices."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
     base = x_ptr + sequence * stride_batch + head * stride_head
     offs = place.to(tl.int64)[:, None] * stride_token + column[None, :] * stride_depth
@@ -109,8 +110,11 @@ def _coded_kv_cache_alignment_multiply_rows_kernel(
 
 @triton.jit
 def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Subtract a given mean row from each row of a group, and write the result as (tokens, D) in
-    fp32."""
+    """Subtract a mean vector from each key, or value, of a group of tokens.
+
+    A group is the tokens that are encoded together. The result is written to `made`, (tokens, D) in
+    fp32.
+    """
     token = tl.arange(0, C.GROUP)
     for part in tl.static_range(C.DEPTH // SHARE):
         column = part * SHARE + tl.arange(0, SHARE)
@@ -121,12 +125,14 @@ def _centre(rows, slot, row, mean_ptr, made, C: tl.constexpr, SHARE: tl.constexp
 
 @triton.jit
 def _centre_and_turn(rows, slot, row, map_of, made, C: tl.constexpr, SHARE: tl.constexpr):
-    """Subtract a given mean row from each row of a group, multiply the rows by a matrix, and write
-    the result as (tokens, D) in fp32.
+    """Subtract a mean vector from each key, or value, of a group of tokens, and rotate the results.
+
+    A group is the tokens that are encoded together. To rotate, the function multiplies by the
+    orthogonal matrix in `map_of`. The result is written to `made`, (tokens, D) in fp32.
 
     The kernel represents each fp32 number by the sum of two 16-bit numbers, so that tensor cores
-    multiply it without rounding. Rows of 256 channels are rounded to 16 bits, because there are too
-    few registers for the two 16-bit numbers.
+    multiply it without rounding. Keys or values of 256 channels are rounded to 16 bits, because
+    there are too few registers for the two 16-bit numbers.
     """
     mean_ptr, turn_ptr = map_of
     kind: tl.constexpr = turn_ptr.dtype.element_ty

@@ -119,9 +119,10 @@ def _steps(low, high, most, scales_base):
 
 @triton.jit
 def _load_rows(base, slot, column, row, step, IS_VALUE: tl.constexpr):
-    """Load some columns of tokens' keys or values in fp32.
+    """Load some channels of some tokens' keys or values, in fp32.
 
-    The result is (tokens, columns) for keys and (columns, tokens) for values.
+    A token's offset from `base` is `slot * row`, and a channel's is `column * step`. The result is
+    (tokens, channels) for keys and (channels, tokens) for values.
     """
     if IS_VALUE:
         x = tl.load(base + slot[None, :] * row + column[:, None] * step)
@@ -170,9 +171,10 @@ def _store_bytes(
 ):
     """Store the bytes into which `_put` has packed the codes of some tokens and columns.
 
-    Column blocks are equal parts of the channels of a key or value (`parts_of`). The tensor
-    `column` contains numbers of columns in a block. A byte contains the codes that have the same
-    column number in all blocks. If codes have 8 bits, `_put` has already stored them.
+    Column blocks are equal parts of the channels of a key or value (`parts_of`). `at` contains the
+    indices of the tokens in their group, and the indices of the columns in a block. A byte contains
+    the codes that have the same column index in all blocks. If codes have 8 bits, `_put` has
+    already stored them.
 
     With 3-bit codes, the third (highest) bits of two tokens share a byte. For keys, the two tokens
     are neighbours. For values, token i of the first half of the given tokens shares a byte with
@@ -209,7 +211,7 @@ def _loaded(rows, token, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Load the keys, or the values, of some tokens, with one tensor per column block.
 
     Column blocks are equal parts of the channels of a key or value (`parts_of`). From each block,
-    the function loads only the columns in the tensor `column`.
+    the function loads only some columns. `column` contains the indices of these columns in a block.
     """
     base, start, row, step = rows
     slot = (start + token) % C.WINDOW
@@ -236,8 +238,9 @@ def _pack(
 ):
     """Quantise keys, or values, with given quantisation steps, and store the codes.
 
-    The function quantises some tokens of a group and, in each column block, some columns. Column
-    blocks are equal parts of the channels (`parts_of`).
+    A group is the tokens that are encoded together. Column blocks are equal parts of the channels
+    (`parts_of`). `token` contains the indices of the given tokens in their group, and `column` the
+    indices of the given columns in each block.
     """
     BITS: tl.constexpr = bits_of(C, IS_VALUE)
     COUNT: tl.constexpr = parts_of(BITS, C.DEPTH // C.CHANNELS)
@@ -267,7 +270,7 @@ def _code_keys(
     piece,
     C: tl.constexpr,
 ):
-    """Encode a group of keys with one scale per channel.
+    """Encode the keys of a group of tokens with one scale per channel.
 
     The channels are divided into equal column blocks (`parts_of`). If PIECES programs share the
     group, a program encodes 1 / PIECES of the columns of each block. `piece` is the program's
@@ -464,8 +467,12 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return the number of tokens in the cache, the number of tokens stored as codes, and the
-    position of this sequence's first token."""
+    """Return two numbers of tokens, and the position of this sequence's first token.
+
+    The first number counts all tokens in the cache, and the second the tokens stored as codes. The
+    position is an index into the cache, after the sequence's padding. If KEPT is 0, no first tokens
+    are stored exactly, and the position is 0.
+    """
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)
     first = length * 0

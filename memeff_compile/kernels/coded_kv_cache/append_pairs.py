@@ -25,10 +25,11 @@ def append_lower(
 ) -> None:
     """Write new keys and values to the window of the lower of two merged layers.
 
-    Each layer stores its latest tokens exactly, in its own window: `k_window` and `v_window`, each
-    (B, H, W, D). A later append to the upper layer merges older tokens of the two layers. `counts`
-    (3,) contains the layer's number of tokens, its number of merged tokens, and a counter of the
-    kernel.
+    For older tokens, merged layers share unit vectors of values, or of keys and values. Each layer
+    stores its latest tokens exactly, in its own window: `k_window` and `v_window`, each (B, H, W,
+    D). A later append to the upper layer merges older tokens of the two layers. `counts` (3,)
+    contains the layer's number of tokens and its number of merged tokens. The third number counts
+    the finished programs of a launch, and the last program resets the number to 0.
 
     If the cache would then have more than `limit` tokens, the kernel writes no new token. Instead,
     the kernel overwrites the latest token in the window with nan. `k` and `v`, (B, H, T, D), may
@@ -65,8 +66,9 @@ def append_pair(
     Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
     two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged
     in each layer's window. When the windows are full, the group of their oldest tokens is merged.
-    `settings` determines which tokens of the group stay unmerged. If `lower_new` is None,
-    `append_lower` has already written the lower layer's tokens.
+    Some tokens of the group stay unmerged, because of their position or the angle between the two
+    layers' vectors. The criteria are `keep_first`, `gamma` and `reading` in `settings`. If
+    `lower_new` is None, `append_lower` has already written the lower layer's tokens.
 
     No token is written if the caches would contain more than `limit` tokens. The same holds if the
     two layers would have different numbers of tokens. Attention then returns nan until the cache is
@@ -127,16 +129,15 @@ def merge_prompt(
 ) -> None:
     """Merge two layers' keys and values of a prompt, by kernels.
 
-    A prompt is the first tokens that are written to an empty cache.
-
-    The caches then contain the same as after `pair_reference.merge`.
+    A prompt is the first tokens that are written to an empty cache. The caches then contain the
+    same as after `pair_reference.merge`, which takes the same arguments.
     """
     shared, maps = pair.shared, pair.maps
     heads = None if maps is None else upper_heads(maps).to(torch.int32)
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the two layers' keys, then the two layers' values, for the tokens in `span`.
+        """Return the keys, then the values, of the two merged layers, for the tokens in `span`.
 
         If there are maps that make the two layers' keys and values similar, apply these maps.
         """
@@ -176,9 +177,10 @@ def align_prompt(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Apply the linear maps that make two layers' keys and values similar.
 
-    The function returns the results in fp32. It returns the same aligned rows as
-    `alignment.aligned`, but first the keys of the two layers, then their values. The heads are
-    ordered by slot (head of the lower layer).
+    The function returns two pairs in fp32: the keys of the lower and of the upper layer, and the
+    values of the lower and of the upper layer. In the results, each head of the upper layer stands
+    at the index of the lower layer's matching head. The function `alignment.aligned` does the same
+    in plain PyTorch, and returns a list in another order.
     """
     from . import alignment_kernels as kernels
 
@@ -231,10 +233,11 @@ def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor
 
     A row is the key, or the value, of one token and head. Each product, (D, D), multiplies a row of
     the upper layer by the same token's row in the lower layer's matching head. The mean of the
-    head's rows, from `maps`, is subtracted from each row first. `rows` and `counted` are those of
-    `sum_rows`.
+    head's rows, from `maps`, is subtracted from each row first.
 
-    The result is (B, H, 2, D, D), or (B, H, 1, D, D) for only values.
+    `rows` contains the keys and values of the lower layer, then those of the upper layer, or only
+    the two layers' values. Each tensor is (B, H, N, D), and `counted` is bool (B, N). The result is
+    (B, H, 2, D, D), or (B, H, 1, D, D) for only values.
     """
     from . import alignment_kernels as kernels
 

@@ -66,10 +66,10 @@ def _sine(angle):
 
 @triton.jit
 def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the cosine of two layers' rows for each token of a group, and the rows' lengths.
+    """Return the cosine of two layers' keys, or values, for each token of a group, and both norms.
 
-    A row is the key, or the value, of one token and head. `slot` contains the tokens' row numbers
-    in the memory at `lower` and in the memory at `upper`.
+    The memory at `lower` and at `upper` contains the keys, or values, of one head in the two
+    layers, one row per token. `slot` contains the tokens' row numbers.
     """
     column = tl.arange(0, SHARE)
     first = tl.zeros((GROUP,), dtype=tl.float32)
@@ -89,11 +89,11 @@ def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP
 
 @triton.jit
 def _factors(cosine, m, n, t, RULE: tl.constexpr):
-    """Return the weights with which two layers' rows add up to their shared direction.
+    """Return the weights with which a token's keys in two layers add up to one unit vector.
 
-    A row is a token's key, or value, in one layer. The shared direction is the unit vector that is
-    stored for the rows of the two layers. `m` and `n` are the lengths of the lower layer's row and
-    of the upper layer's row.
+    Values are treated likewise. The unit vector is the direction that the cache stores for both
+    layers. The first weight multiplies the lower layer's key or value, the second the upper
+    layer's. `m` and `n` are the norms of the lower layer's and of the upper layer's vector.
     """
     per_m = 1.0 / tl.maximum(m, 1e-12)
     per_n = 1.0 / tl.maximum(n, 1e-12)
@@ -119,10 +119,12 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some columns of the directions (unit vectors) that two merged layers share.
+    """Return some channels of the directions (unit vectors) that two merged layers share.
 
-    The result is (tokens, columns) for keys and (columns, tokens) for values. `a` and `b` are the
-    weights that `_factors` returns.
+    For a merged token's keys in two layers, the cache stores one direction. The direction is `a`
+    times the lower layer's key plus `b` times the upper layer's key. Values are treated likewise.
+    `column` contains the indices of the channels. The result is (tokens, channels) for keys and
+    (channels, tokens) for values.
     """
     x = _load_rows(lower, slot, column, DEPTH, 1, IS_VALUE)
     y = _load_rows(upper, slot, column, DEPTH, 1, IS_VALUE)
@@ -260,7 +262,7 @@ def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.
 
 @triton.jit
 def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Write tokens of one sequence and head to the window of latest tokens."""
+    """Write new keys, or values, of one sequence and head to the window of latest tokens."""
     x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
     pair, kv_heads, done, position, is_token = at
     base = x_ptr + (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
@@ -277,7 +279,10 @@ def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Write nan for the last token, so that the user notices that the cache overflowed."""
+    """Write nan for the last token in a window, so that the user notices an error.
+
+    Either the cache overflowed, or two merged layers have different numbers of tokens.
+    """
     depth = tl.arange(0, DEPTH)
     nothing = tl.full((DEPTH,), float("nan"), tl.float32)
     last = (length + WINDOW - 1) % WINDOW

@@ -67,8 +67,9 @@ def _keep_early(window, kept, coded, first, C: tl.constexpr):
     """Copy a sequence's first tokens to the memory for tokens that are stored exactly, not as
     codes.
 
-    The tokens are copied before they leave the window of latest tokens. Only tokens of the group
-    that starts at position `coded` are copied.
+    The tokens are copied before they leave the window of latest tokens. The tokens of a group are
+    encoded together. A call copies only tokens of one group: the GROUP tokens from position `coded`
+    on.
     """
     if C.KEPT > 0:
         place = (coded + tl.arange(0, C.GROUP)).to(tl.int32)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Keeper(Protocol):
-    """A cache that stores some or all layers exactly."""
+    """A cache that stores some or all layers exactly, not as codes."""
 
     kept_exact: str
     """The layers that stay exact, in words."""
@@ -24,7 +24,7 @@ class Keeper(Protocol):
     """Whether any layer is stored as codes."""
 
     def exact_tensors(self) -> Iterable[Tensor]:
-        """Return the tensors of the layers that the cache stores exactly."""
+        """Return the tensors of those layers that the cache stores exactly, not as codes."""
         ...
 
 
@@ -32,13 +32,17 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Register a cache: if a graph reads a tensor of this cache, the graph's report then names the
-    layers that the cache stores exactly.
+    """Register a cache that stores layers exactly, so that reports can name these layers.
+
+    If a graph reads a tensor of such a layer, the graph's report names the exact layers.
     """
     _KEEPERS.add(keeper)
 
 
 def keepers_of(tensors: Iterable[Any]) -> list[Keeper]:
-    """Return the registered caches that own at least one of the given tensors."""
+    """Return the caches in which an exactly stored layer has one of the given tensors.
+
+    Only caches that `announce_exact` has registered are returned.
+    """
     asked = {id(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     return [k for k in list(_KEEPERS) if any(id(t) in asked for t in k.exact_tensors())]

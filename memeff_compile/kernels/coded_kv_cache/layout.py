@@ -43,8 +43,11 @@ launch."""
 class Pool(NamedTuple):
     """The tensors of one layer's cache, in the order in which ops and kernels take them.
 
-    `Layout.shapes` returns the shapes of these tensors. Codes have dtype uint8, positions int32,
-    and counts int64.
+    `Layout.shapes` returns the shapes of these tensors. A window stores the latest tokens exactly.
+    `k_kept` and `v_kept` store other tokens exactly, such as the first tokens of each sequence, and
+    `places` (int32) contains the positions of these tokens. Codes have dtype uint8, or the model's
+    dtype if `bits` is PLAIN. `counts` (int64) contains numbers of tokens and of programs, at the
+    indices LENGTH, CODED and ARRIVED.
     """
 
     k_codes: Any
@@ -85,8 +88,9 @@ class Own(NamedTuple):
     The two layers share directions (unit vectors) of keys and of values, in the tensors of
     `Shared`. Tensors with the same name in `Pool`, a layer's whole cache, have the same meaning.
 
-    `norms`, (B, H, groups * group, 2), contains the norm of each token's key and value. A negative
-    norm of a key marks a token that is stored unmerged.
+    Tokens are merged in groups of `group` tokens. `norms`, (B, H, groups * group, 2), contains the
+    norm of the key and of the value of each token in these groups. A negative norm of a key marks a
+    token that is stored unmerged.
     """
 
     k_window: Any
@@ -105,9 +109,12 @@ class SharedValues(NamedTuple):
 
     v_codes: Any
     v_scales: Any  # with the lengths of the lower layer's values
-    # (B, H, groups * group), ratios of the upper layer's lengths of values to the lower layer's
+    # (B, H, groups * group), for groups of `group` tokens: ratios of the upper layer's lengths of
+    # values to the lower layer's
     norms: Any
-    places: Any  # of the first tokens, as all layers of the cache have them
+    # positions of each sequence's first tokens, which are stored exactly; all layers of the cache
+    # share them
+    places: Any
 
 
 class OwnKeys(NamedTuple):
@@ -152,7 +159,7 @@ class Pair(NamedTuple):
 
 
 class ValuePair(NamedTuple):
-    """All cache tensors of two layers whose values are merged, but not their keys."""
+    """All cache tensors of two layers whose values are merged. Each layer has its own keys."""
 
     shared: SharedValues
     lower: OwnKeys
@@ -161,11 +168,12 @@ class ValuePair(NamedTuple):
 
 
 def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """Return the ten tensors of one layer's cache (`Pool`), if two layers share merged values.
+    """Return the ten tensors (`Pool`) of the cache of a layer that shares values with another one.
 
-    The codes and scales of values and the positions of the first tokens are in `shared`
-    (`SharedValues`). The other tensors are in `own` (`OwnKeys`). The ops `coded_kv_cache_view` and
-    `coded_kv_cache_attention` take the result.
+    `shared` (`SharedValues`) contains the codes and scales of values. `shared` also contains the
+    positions of each sequence's first tokens, which the cache stores exactly. The other tensors are
+    in `own` (`OwnKeys`). The ops `coded_kv_cache_view` and `coded_kv_cache_attention` take the
+    result.
     """
     v_codes, v_scales, _, places = shared
     k_codes, k_scales, *rows, counts = own
@@ -174,7 +182,10 @@ def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of a low-bit cache layout: bits, group size, scheme and sizes."""
+    """The parameters of a low-bit cache, from which `shapes` computes the shapes of its tensors.
+
+    The scheme says which numbers of keys, and which numbers of values, share a scale.
+    """
 
     depth: int  # channels per head
     bits: int  # of a code
@@ -322,8 +333,9 @@ def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
     """Pack the codes of keys or values into bytes, in the order in which a cache stores them.
 
-    8-, 4-, 3- or 2-bit codes, (..., group, D) uint8, become (..., group * D * bits / 8) bytes. Keys
-    are stored token by token, values channel by channel.
+    A group is the tokens whose codes are stored together. A group's 8-, 4-, 3- or 2-bit codes,
+    (..., group, D) uint8, become (..., group * D * bits / 8) bytes. Keys are stored token by token,
+    values channel by channel.
     """
     parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
     if bits == 3:
@@ -335,7 +347,7 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
 def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
     """Return the codes, (..., group, D), from bytes that `block_of` returned for keys or values.
 
-    `depth` is D, the number of channels per head.
+    The bytes contain the codes of a group of tokens. `depth` is D, the number of channels per head.
     """
     group = block.shape[-1] * 8 // (depth * bits)
     shapes = [(group, depth // 4), (group // 2, depth // 4)]

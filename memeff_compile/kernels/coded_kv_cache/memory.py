@@ -48,8 +48,12 @@ def fixed_bytes(
 
 
 def bytes_of_token(layout: Layout, heads: int, itemsize: int) -> Size:
-    """Return the bytes of one token in a layout's codes, or in the model's dtype if the layout has
-    no codes."""
+    """Return the bytes of one token's keys and values in codes, in one layer and sequence.
+
+    `layout` determines the bits of the codes and the number of scales. A scale has `itemsize`
+    bytes. If `layout.bits` is PLAIN, keys and values are numbers of `itemsize` bytes, without
+    codes.
+    """
     if layout.bits == PLAIN:
         return 2 * heads * layout.depth * itemsize
     told: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Merge the keys, or the values, of two layers into one shared direction and two lengths.
+"""Merge a token's keys, or values, in two layers into one shared direction and two lengths.
 
 A row is the key or value vector of one head and token. The two layers' rows of the same token
 become one shared direction (a vector of length one) and two lengths. If the angle between the two
@@ -132,10 +132,11 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor by which a decoded direction (..., D) is multiplied to restore a row.
+    """Return the factor that turns a vector shared by two layers back into one layer's row.
 
-    A row, of `x`, is the key or value of one token and head in one layer. Two layers share the
-    direction, a vector of about length one.
+    A row, of `x`, is the key or value of one token and head in one layer. The shared vector
+    `decoded`, (..., D), is a direction of about length one, decoded from codes. The restored row is
+    the factor times this vector.
 
     If `scale` is `norm`, the factor preserves the row's length. If `scale` is `projection`, the
     factor minimises the error of the restored row. The result contains one factor per row, in fp32

@@ -2,9 +2,11 @@
 implementation, fake tensors.
 
 A cache consists of ten tensors, the *pool*, which every op takes in the same order.
-`layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` writes to all of these tensors
-except `places` and returns no tensor. The other ops only read the pool. The ops have no backward
-pass, because they are meant for generation. If a gradient is requested, the ops raise an error.
+`layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` returns no tensor. The op
+writes to all tensors of the pool except `places`, the positions of each sequence's first tokens.
+The caller sets these positions before the call. The other ops only read the pool. The ops have no
+backward pass, because they are meant for generation. If a gradient is requested, the ops raise an
+error.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def supports(
     """Return a sentence that says why a low-bit cache's attention op does not support its inputs.
 
     The result is None if `coded_kv_cache_attention` supports them. `q` contains the queries, and
-    `pool` the cache's ten tensors.
+    `pool` the ten tensors of one layer's cache (`layout.Pool`).
     """
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
@@ -69,8 +71,8 @@ def supports(
 def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
     """Return a sentence that says why the ops on a low-bit cache do not support its tensors.
 
-    The result is None if the ops support them. `pool` contains the cache's ten tensors. The ops
-    append tokens, decode the cache, or attend to it.
+    The result is None if the ops support them. `pool` contains the ten tensors of one layer's cache
+    (`layout.Pool`). The ops append tokens, decode the cache, or attend to it.
     """
     if bits not in (PLAIN, *BITS):
         return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
@@ -146,7 +148,8 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
 def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
     """Return a sentence that says why keys and values cannot be appended to a low-bit cache.
 
-    The result is None if they can. `pool` contains the cache's ten tensors.
+    The result is None if they can. `pool` contains the ten tensors of one layer's cache
+    (`layout.Pool`).
     """
     sentence = supports_pool(pool, bits)
     if sentence is not None:
@@ -178,11 +181,12 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return a sentence that says why a GPU should decode the cache first, or None if attention
-    should read the codes.
+    """Return a sentence that says why attention on a GPU should not read a cache's codes directly.
 
-    The op `coded_kv_cache_attention` works on any GPU. This function only tells passes whether to
-    use that op.
+    A low-bit cache stores keys and values as codes. If there is a reason, the codes should be
+    decoded to keys and values before attention. The result is None if attention should read the
+    codes, with the op `coded_kv_cache_attention`. The op works on any GPU. This function only tells
+    passes whether to use the op.
     """
     if where_it_runs(q.device).type != "cuda":
         return None

@@ -1,15 +1,20 @@
-"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two merged layers.
+"""The ops memeff::coded_kv_cache_append_lower and _append_pair, for two layers with merged caches.
 
-For each token and head, the keys of both layers share one direction (a vector of length one). The
-values of both layers share another direction. Some tokens stay unmerged, and each layer stores
-their keys and values exactly. The two layers share the tensors named in `SHARED`. Each layer also
-has its own tensors, named in `OWN`. From these two kinds of tensors, a layer's pool and norms are
-taken. The pool is the ten tensors of a layer's cache. The norms are the lengths of the layer's keys
-and values, by which shared directions are multiplied. The ops `coded_kv_cache_view` and
-`coded_kv_cache_attention` read the pool and the norms of a layer. In a decoding step, the lower
-layer writes its token before the upper layer's token is computed. So appending the upper layer's
-token also merges full groups of tokens of both layers. Until a token is merged, each layer stores
-its key and value exactly, in the layer's window of latest tokens.
+The ops append tokens to the KV caches of the two layers, lower and upper. For each merged token and
+head, the keys of both layers share one direction (a vector of length one). The values of both
+layers share another direction. Some tokens stay unmerged, and each layer stores their keys and
+values exactly. The two layers share the tensors named in `SHARED`. Each layer also has its own
+tensors, named in `OWN`.
+
+The ops `coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of one
+layer. The pool is the ten tensors of the layer's cache, some of them shared (`pool_of`). The norms,
+from the layer's own tensors, are the lengths of its keys and values. The ops multiply shared
+directions by the norms.
+
+In a decoding step, the lower layer writes its token before the upper layer's token is computed. So
+the lower layer's append does not merge. Until a token is merged, each layer stores its key and
+value exactly, in the layer's window of latest tokens. When both windows are full, the append to the
+upper layer merges the group of their oldest tokens.
 """
 
 from __future__ import annotations
@@ -81,11 +86,11 @@ def shapes_of_pair(
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors of one layer's cache (`layout.Pool`), for two merged layers.
+    """Return the ten tensors (`layout.Pool`) of the cache of one of two merged layers.
 
-    `shared` (`layout.Shared`) contains the codes, the scales and the positions of unmerged tokens.
-    The other tensors are in `own` (`layout.Own`). The ops `coded_kv_cache_view` and
-    `coded_kv_cache_attention` take the result.
+    `shared` (`layout.Shared`) contains the codes and scales of merged tokens, and the positions of
+    unmerged tokens. Both layers share these tensors. The layer's other tensors are in `own`
+    (`layout.Own`). The ops `coded_kv_cache_view` and `coded_kv_cache_attention` take the result.
     """
     return [*shared[:4], *own[:4], shared[4], own[4]]
 

@@ -54,10 +54,11 @@ class Merging:
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
     """Write new keys and values to the window of the lower of two merged layers.
 
-    A layer's window is the memory for its latest tokens, which are stored exactly. A later append
-    to the upper layer merges older tokens of the two layers. `k` and `v` have the shape (B, H, T,
-    D). `own` contains the windows of keys and of values, and the token counts. `limit` is the
-    number of tokens that fit into the cache.
+    For older tokens, merged layers share unit vectors of values, or of keys and values. A layer's
+    window is the memory for its latest tokens, which are stored exactly. A later append to the
+    upper layer merges older tokens of the two layers. `k` and `v` have the shape (B, H, T, D).
+    `own` contains the lower layer's `k_window`, `v_window` and `counts`. The first count is the
+    layer's number of tokens. `limit` is the number of tokens that fit into the cache.
     """
     k_window, v_window, counts = own
     length, new = int(counts[LENGTH]), k.shape[2]
@@ -70,7 +71,7 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 def require_in_step(counts: Tensor, due: int) -> None:
     """Raise RuntimeError if the lower of two merged layers does not have `due` tokens.
 
-    `counts` contains the layer's token counts.
+    `counts` contains the lower layer's number of tokens, at the index LENGTH.
     """
     there = int(counts[LENGTH])
     if there != due:
@@ -97,9 +98,10 @@ def append(
 ) -> None:
     """Append new tokens to the caches of two merged layers, and merge groups of older tokens.
 
-    The latest tokens stay unmerged in each layer's window. When the windows are full, the keys and
-    the values of their oldest group of tokens are merged across the two layers. If `lower_new` is
-    None, `append_lower` has already written the lower layer's tokens.
+    Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
+    two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged
+    in each layer's window. When the windows are full, the group of their oldest tokens is merged.
+    If `lower_new` is None, `append_lower` has already written the lower layer's tokens.
     """
     _, lower, upper, maps = pair
     window, new = upper.k_window.shape[2], upper_new[0].shape[2]
@@ -155,7 +157,9 @@ def merge(
 ) -> None:
     """Merge two layers' keys and values in `rows`, and store them in the layers' caches.
 
-    The first token of `rows` has the position `coded`. No value is copied from the GPU to the CPU.
+    Merging replaces a token's two keys by one shared direction (unit vector) and two lengths. The
+    two values are merged likewise. The first token of `rows` has the position `coded`. No value is
+    copied from the GPU to the CPU.
     """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]
@@ -199,8 +203,9 @@ def aligned(rows: Sequence[Tensor], span: slice, maps: Maps | None) -> list[Tens
 
     `rows` contains the keys and values of the lower layer, then those of the upper layer. The
     result has only the tokens in `span`. If `maps` is None, keys and values stay as they are.
-    Otherwise the function applies these linear maps, which make the two layers similar. The
-    function then orders the heads by slot (head of the lower layer).
+    Otherwise the function applies these linear maps, which make the two layers similar. In the
+    result, each head of the upper layer then stands at the index of the lower layer's matching
+    head.
     """
     some = [x[:, :, span] for x in rows]
     return some if maps is None else alignment.aligned(some, maps)
@@ -219,11 +224,12 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the keys and values that stay unmerged from `rows` to each layer's memory for them.
+    """Copy the keys and values of unmerged tokens to each layer's memory for such tokens.
 
     Keys and values of other tokens are merged across two layers. The function `keep` has chosen the
-    tokens that stay unmerged. `rows` contains the keys and values of the lower layer, then those of
-    the upper layer. The first token in each tensor of `rows` has the position `coded` in the cache.
+    tokens that stay unmerged. This function copies from `rows`, which contains the keys and values
+    of the lower layer, then those of the upper layer. The first token in each tensor of `rows` has
+    the position `coded` in the cache.
     """
     (_, _, _, _, places, *_), lower, upper, maps = pair
     count, depth = rows[0].shape[2:]
@@ -237,11 +243,12 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose the tokens that stay unmerged, bool (B, H, n), and record their positions.
+    """Choose the tokens that stay unmerged, and write their positions to `shared.places`.
 
-    For other tokens, the keys and values of two layers are merged. `apart` (B, H, n) is the
-    distance between the two layers' keys, or between their values if it is larger. `behind` (B, H,
-    n) is a token's position in its sequence, negative for padding.
+    The result, bool (B, H, n), is true for these tokens. For other tokens, the keys and values of
+    two layers are merged. `apart` (B, H, n) is the distance between the two layers' keys, or
+    between their values if it is larger. `behind` (B, H, n) is a token's position in its sequence,
+    negative for padding.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)
