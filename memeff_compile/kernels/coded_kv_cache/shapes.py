@@ -75,8 +75,8 @@ def part_width(depth: int, bits: int, channels: int) -> int:
     """Return the number of channels of values that one matrix product covers.
 
     A value is a token's value vector in one head, with `depth` channels. With 2 or 4 bits, the
-    result equals the number of bytes of a value's codes. With 3 bits, the result equals the bytes
-    of the low two bits of these codes. With 8 bits, the result is `channels`, the number of
+    result equals the number of bytes of a value's codes. With 3 bits, the result equals the number
+    of bytes of the codes' low two bits. With 8 bits, the result is `channels`, the number of
     channels that share a scale.
     """
     if bits == 8:

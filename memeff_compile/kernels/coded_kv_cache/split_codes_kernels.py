@@ -744,9 +744,10 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
 ):
     """Combine partial attention results of the upper one of two layers whose values are merged.
 
-    Merged values of two layers share one direction (a unit vector). Before merging, a linear map (a
-    mean and a rotation) made the upper layer's values similar to the lower layer's values. In the
-    part that comes from merged tokens, also invert this map. Other tokens are stored exactly.
+    The two layers' values of a merged token share one direction (a unit vector). Before merging, a
+    linear map (a mean and a rotation) made the upper layer's values similar to the lower layer's
+    values. In the part that comes from merged tokens, also invert this map. Other tokens are stored
+    exactly.
     """
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE

@@ -534,10 +534,10 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     """Write the decoded bit patterns of a weight, followed by zeros, to the buffer `out`.
 
     The buffer contains 16-bit numbers. Their number is the weight's size, rounded up to a multiple
-    of 16,384 (`padded`). If the codec (compressed format) is `tier` or `rans` and `by` is an
-    optimizer step, the caller passes a gradient in the buffer. This function overwrites the
-    gradient with the updated weight. For the codec `win4`, this function ignores `by`: `_code_win4`
-    updates and encodes in one kernel.
+    of 16,384 (`padded`). For the codecs (compressed formats) `tier` and `rans` with an optimizer
+    step `by`, the caller passes a gradient in the buffer. This function overwrites the gradient
+    with the updated weight. For the codec `win4`, this function ignores `by`: `_code_win4` updates
+    and encodes in one kernel.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -585,7 +585,8 @@ class _Product(NamedTuple):
     """The operands of a product with a compressed weight.
 
     `x` contains the tokens, and `parts` the weight's coded tensors. The weight's shape is (N, K),
-    for N outputs and K inputs. `form` is the format in which the weight is compressed.
+    for N outputs and K inputs. `bias` is (N,), or None without a bias. `form` is the format in
+    which the weight is compressed.
     """
 
     x: Tensor

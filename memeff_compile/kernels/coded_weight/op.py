@@ -160,7 +160,8 @@ def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return CPU memory (a spill buffer) for a compressed weight's new value, or None.
 
     The buffer receives the value if the value's codes do not fit into the weight's coded tensors.
-    The result is None if no buffer is needed, or if no usable buffer can be allocated.
+    The buffer has `count` 16-bit numbers. The result is None if no buffer is needed, or if no
+    usable buffer can be allocated.
     """
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 

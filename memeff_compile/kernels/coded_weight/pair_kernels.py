@@ -360,8 +360,9 @@ def _coded_weight_pair_shelter_kernel(
     """Write the lengths that a weight's COUNT lists need.
 
     A list is a coded tensor whose needed length depends on the weight's values. These lengths go to
-    the header of a spill buffer: memory for weights whose new codes do not fit into their coded
-    tensors. If one of the lists is too short, also write the weight's value to the spill buffer.
+    the header of a spill buffer. A spill buffer is memory for weights whose new codes do not fit
+    into their coded tensors. If one of the lists is too short, also write the weight's value to the
+    spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
