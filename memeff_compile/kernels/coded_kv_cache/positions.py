@@ -20,8 +20,8 @@ def mean_key(
 ) -> Tensor:
     """Return, for each key in `x`, its mean while a rotary embedding rotates it to later positions.
 
-    The mean is over all real numbers of positions by which the key moves on, from 0 to `span`.
-    `angles` are the angles per position.
+    The mean is over all real distances by which the key moves on, from 0 to `span` positions.
+    `angles` are the rotary embedding's angles per position.
     """
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
@@ -35,8 +35,8 @@ def mean_product(
 ) -> Tensor:
     """Return the mean of two keys' outer product while a rotary embedding rotates the two keys.
 
-    The two keys move on by the same number of positions. The mean is over all real numbers from 0
-    to `span`.
+    The two keys move on by the same distance. The mean is over all real distances from 0 to `span`
+    positions. `angles` are the rotary embedding's angles per position.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

@@ -100,8 +100,8 @@ def encode(
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
     """Decode codes of keys or values to numbers, (B, H, n * G, D).
 
-    The result is float32, or float64 for float64 scales. Codes and scales have the format that
-    `encode` returns.
+    There are n groups of G tokens, and `depth` is D, the number of channels per head. The result is
+    float32, or float64 for float64 scales. Codes and scales have the format that `encode` returns.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:

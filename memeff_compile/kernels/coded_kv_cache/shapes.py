@@ -1,8 +1,9 @@
-"""Choose how the attention implementation `codes` (`split_codes`) divides the work: programs per
-sequence and head, warps and pipeline stages.
+"""Choose how the attention implementation `codes` divides its work: programs per sequence and head,
+warps and pipeline stages.
 
-The chosen sizes depend on static sizes, not on the number of cached tokens. So a launch in a CUDA
-graph stays valid as the cache fills up.
+The implementation `codes` (module `split_codes`) attends to a KV cache of low-bit codes. The chosen
+sizes depend on static sizes, not on the number of cached tokens. So a launch in a CUDA graph stays
+valid as the cache fills up.
 """
 
 from __future__ import annotations
@@ -19,23 +20,27 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """The constants of the attention kernel: warps, pipeline stages, and the work of a program."""
+    """The constants of the attention kernel: warps, stages, groups per step, and programs.
+
+    The stages are pipeline stages. A group is the tokens that are encoded together.
+    """
 
     warps: int  # warps per program
     stages: int  # turns in flight
-    at_once: int  # groups of codes per step, times `halves_for`
+    at_once: int  # a step covers `at_once` * `halves_for` groups
     programs: int  # intended number of programs per multiprocessor
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
-    """Return the warps, the pipeline stages and the work of a program of the attention kernel.
+    """Return the constants of the attention kernel: warps, stages, groups per step, and programs.
 
-    `depth` is the head dimension, and `bits` the number of bits of a key's or value's code.
-    `repeat` is the number of query heads per key-value head. On Hopper, some tensor-core
-    instructions are for one warp, others for a group of four warps. Programs with one or two warps,
-    or with tiles for 8 query heads, use those for one warp. For tiles for 16 query heads, Triton's
-    instructions for four warps gave wrong results. The returned sizes were the fastest in
-    `benchmarks/ops/coded_kv.py --part sweep` on an H200.
+    The stages are pipeline stages. A group is the tokens that are encoded together. `depth` is the
+    head dimension, and `bits` the number of bits of a key's or value's code. `repeat` is the number
+    of query heads per key-value head. On Hopper, some tensor-core instructions are for one warp,
+    others for a group of four warps. Programs with one or two warps, or with tiles for 8 query
+    heads, use those for one warp. For tiles for 16 query heads, Triton's instructions for four
+    warps gave wrong results. The returned sizes were the fastest on an H200, in
+    `benchmarks/ops/coded_kv.py --part sweep`.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
@@ -69,9 +74,10 @@ def halves_for(repeat: int, bits: int) -> int:
 def part_width(depth: int, bits: int, channels: int) -> int:
     """Return the number of channels of values that one matrix product covers.
 
-    With 2 or 4 bits, the number equals the bytes of one value's codes. With 3 bits, it equals the
-    bytes of the codes' low two bits. With 8 bits, it equals `channels`, the number of channels that
-    share a scale.
+    A value is a token's value vector in one head, with `depth` channels. With 2 or 4 bits, the
+    result equals the number of bytes of a value's codes. With 3 bits, the result equals the number
+    of bytes of the codes' low two bits. With 8 bits, the result is `channels`, the number of
+    channels that share a scale.
     """
     if bits == 8:
         return channels
@@ -81,21 +87,22 @@ def part_width(depth: int, bits: int, channels: int) -> int:
 def splits_for(pairs: int, groups: int, slots: int) -> int:
     """Return the number of programs that share the attention of one sequence and key-value head.
 
-    The programs divide the groups of cached tokens among themselves. `pairs` is the number of pairs
-    (sequence and head), and `groups` the number of groups that fit into the cache. The GPU runs
-    `slots` programs at once. For example, with 510 groups and 528 programs at once, 8 pairs get 64
-    programs each and 1024 pairs get 3 each.
+    The result is the number, at most 64, with the shortest estimated time (`_cost`). The programs
+    divide the groups of cached tokens among themselves. A group is a block of cached tokens.
+    `pairs` is the number of pairs (sequence and head), and `groups` the number of groups that fit
+    into the cache. The GPU runs `slots` programs at once. For example, take 510 groups and 528
+    programs at once. Then 8 pairs get 64 programs each, and 256 pairs get 2 programs each.
     """
     most = max(1, min(MAX_SPLITS, groups))
     return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))
 
 
 def _cost(pairs: int, groups: int, splits: int, slots: int) -> float:
-    """Return the estimated time of attention over a cache, relative to one group of cached tokens.
+    """Return the estimated time of attention over a KV cache.
 
-    The unit is a program's time for one group. `splits` programs share the `groups` groups of each
-    of `pairs` pairs of a sequence and a key-value head. The GPU runs `slots` programs at once.
-    Further programs wait until others end.
+    The unit is a program's time for one group, a block of cached tokens. `splits` programs share
+    the `groups` groups of each of `pairs` pairs of a sequence and a key-value head. The GPU runs
+    `slots` programs at once. Further programs wait until others end.
     """
     waves = -(-pairs * splits // slots)
     filling = pairs * splits / slots

@@ -73,11 +73,14 @@ def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
 
 
 def turned(q: Tensor, turns: Tensor) -> Tensor:
-    """Rotate a layer's queries as its keys were rotated to be similar to another layer's keys.
+    """Rotate queries of the upper one of two layers that share the directions of their keys.
 
-    The queries are (B, Hq, 1, D). The result is (B, Hq, D) in fp32. `turns`, (B, H, 2, D, D),
-    contains two matrices per key-value head: one for keys and one for values. This function applies
-    only the matrix for keys.
+    The directions are unit vectors. Before these keys were merged, the upper layer's keys were
+    rotated to be similar to the lower layer's keys. This function rotates the upper layer's queries
+    in the same way. The queries are (B, Hq, 1, D). The result is (B, Hq, D) in fp32.
+
+    `turns`, (B, H, 2, D, D), contains two matrices per key-value head: one for keys and one for
+    values. This function applies only the matrix for keys.
     """
     from . import split_codes_kernels as kernels
 

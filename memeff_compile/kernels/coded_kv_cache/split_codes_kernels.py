@@ -22,10 +22,11 @@ the sum of the query times the keys' zero points, the other is the maximum of th
 run in a fixed order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
-exact but very small. So in bf16, queries and softmax weights are multiplied by 2 ** 64, and
-products by 2 ** 69. Triton's interpreter cannot run the 32-bit instructions of PACKED, so under the
-interpreter PACKED is off. The interpreter also cannot multiply bf16, so UPCAST widens operands to
-fp32 there.
+exact but very small. In bf16, an unpacked number is a code times a power of two, which can be as
+small as 2 ** -133. So in bf16, queries and softmax weights are multiplied by 2 ** 64. Their
+products with unpacked keys and values are multiplied by 2 ** 69. Triton's interpreter cannot run
+the 32-bit instructions of PACKED, so under the interpreter PACKED is off. The interpreter also
+cannot multiply bf16, so UPCAST widens operands to fp32 there.
 
 In variable names, tokens are the tokens of one group, and rows are the query heads of one key-value
 head. A part is the block of channels that one product covers.
@@ -706,10 +707,11 @@ def _coded_kv_cache_split_codes_turn_kernel(
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,  # query heads that one program rotates by the same map
 ):
-    """Rotate the queries of the upper one of two layers whose keys are merged.
+    """Rotate the queries of the upper one of two layers that share the directions of their keys.
 
-    The rotation matrices are those that rotated the upper layer's keys. That rotation made these
-    keys similar to the keys of the lower layer.
+    The directions are unit vectors. Before the keys of the two layers were merged, rotation
+    matrices made the upper layer's keys similar to the lower layer's keys. The kernel rotates the
+    upper layer's queries by the same matrices.
     """
     q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
     heads, repeat = sizes
@@ -742,9 +744,10 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
 ):
     """Combine partial attention results of the upper one of two layers whose values are merged.
 
-    Before merging, a linear map (a mean and a rotation) made the upper layer's values similar to
-    the lower layer's values. In the part that comes from merged tokens, also invert this map. Other
-    tokens are stored exactly.
+    The two layers' values of a merged token share one direction (a unit vector). Before merging, a
+    linear map (a mean and a rotation) made the upper layer's values similar to the lower layer's
+    values. In the part that comes from merged tokens, also invert this map. Other tokens are stored
+    exactly.
     """
     merged, exact, repeat, stat_count = sizes
     first = tl.program_id(0).to(tl.int64) * AT_ONCE

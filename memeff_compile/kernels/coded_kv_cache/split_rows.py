@@ -54,10 +54,10 @@ def attend(
     splits: int | None = None,
     plan: Plan | None = None,  # the launch, by default the result of `plan_for`
 ) -> Tensor:
-    """Return attention of one query per sequence over a KV cache without codes.
+    """Return attention of one query per sequence over a KV cache without low-bit codes.
 
-    The op `memeff::coded_kv_cache_attention` calls this function, and has already checked the
-    shapes.
+    The cache stores the keys and values as plain numbers. The op `memeff::coded_kv_cache_attention`
+    calls this function, and has already checked the shapes.
     """
     from . import split_rows_kernels
 

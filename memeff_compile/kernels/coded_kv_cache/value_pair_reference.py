@@ -102,8 +102,9 @@ def share_values(
 ) -> None:
     """Encode the common directions (unit vectors) of two layers' values, in whole groups of tokens.
 
-    The stored scales are already multiplied by the lengths of the lower layer's values. `norms`
-    contains the ratios of the upper layer's lengths to the lower layer's lengths.
+    The function writes codes, scales and `norms` to `pair.shared`. The stored scales are already
+    multiplied by the lengths of the lower layer's values. `norms` contains the ratios of the upper
+    layer's lengths to the lower layer's lengths.
     """
     shared, lower, _, maps = pair
     depth = values[0].shape[3]

@@ -1,12 +1,13 @@
 """The GPU implementation `triton` of compressed weights: it launches the kernels of all codecs.
 This implementation needs a CUDA GPU of sm_80 or later.
 
-Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
-lists. When a weight is encoded, the lengths of these lists are copied from the GPU to the CPU,
-which waits for them. If memory for the lists is already allocated, the CPU gets the lengths later
-(`Outcome`), and does not wait for the GPU. When a weight is decoded or multiplied, no value is
-copied from the GPU to the CPU. So a CUDA graph can capture these calls. The kernels sum without
-atomic operations, so the same inputs give the same bits.
+A codec is a compressed format for weights: it replaces the exponents of a weight's elements by
+short codes. The codecs `win4` and `tier` have codes only for some exponents. They store elements
+with other exponents whole, in lists. When a weight is encoded, the lengths of these lists are
+copied from the GPU to the CPU, which waits for them. If memory for the lists is already allocated,
+the CPU gets the lengths later (`Outcome`), and does not wait for the GPU. When a weight is decoded
+or multiplied, no value is copied from the GPU to the CPU. So a CUDA graph can capture these calls.
+Matrix products sum without atomic operations, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """How much spare memory a compressed weight's lists (tensors of irregular length) get at their
-    end.
+    """How much spare memory a compressed weight's lists get at their end.
 
-    The length of a list depends on the weight's values (`layout.LISTS`). Later values of the weight
-    may need longer lists.
+    A list is a coded tensor whose length depends on the weight's values (`layout.LISTS`). Later
+    values of the weight may need longer lists.
     """
 
     share: float = 0.0  # spare elements, as a share of the elements that are used now
@@ -120,19 +120,20 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return the length of a spill buffer: memory for a weight whose new codes do not fit into its
-    existing tensors.
+    """Return the length of a spill buffer for a weight of `count` elements, in 16-bit numbers.
 
-    The length, in 16-bit numbers, is enough for a weight of `count` elements.
+    A spill buffer receives a weight's new value if the value's codes do not fit into the weight's
+    coded tensors.
     """
     return HEADING + padded(count)
 
 
 class Outcome:
-    """The result of encoding a weight into existing tensors: whether the lists (tensors of
-    irregular length) were long enough.
+    """The result of encoding a new value into a weight's coded tensors: whether the codes fitted.
 
-    The CPU knows the result only after the GPU has run the kernels.
+    The codes fit if each list of the weight is long enough. A list is a coded tensor whose needed
+    length depends on the weight's values, such as the list of uncoded elements. The CPU knows the
+    result only after the GPU has run the kernels.
     """
 
     def __init__(
@@ -141,20 +142,22 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Store the needed and the available lengths of the weight's lists (tensors of irregular
-        length).
+        """Store the needed and the available lengths of the weight's lists.
 
-        Also store the spill buffer, which receives the weight's new value if a list is too short.
+        A list is a coded tensor whose needed length depends on the weight's values. Also store the
+        spill buffer, which receives the weight's new value if a list is too short.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start to copy the weight's new value to the spill buffer, in case its codes do not fit
-        into the existing tensors. The caller may free the value afterwards.
+        """Start a kernel that copies a new value to a spill buffer if a list is too short.
 
-        The value is a contiguous bf16 tensor. The spill buffer is int16 in pinned memory. The
-        buffer has space for a header in addition to the value.
+        A list is a coded tensor whose needed length depends on the value. If a list is too short,
+        the value's codes do not fit. As soon as this method returns, the caller may free the value.
+
+        The value is the weight's new value, contiguous in bf16. The spill buffer is int16 in
+        pinned memory. The buffer has space for a header in addition to the value.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
@@ -166,8 +169,9 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy to the CPU how long the weight's lists (tensors of irregular length) must
-        be, without waiting for the copy.
+        """Start to copy to the CPU the lengths that the weight's lists need, without waiting.
+
+        A list is a coded tensor whose needed length depends on the weight's new value.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:
@@ -178,8 +182,10 @@ class Outcome:
                 self._event.record()
 
     def fits(self) -> bool:
-        """Wait for the GPU, and return whether all of the weight's lists (tensors of irregular
-        length) were long enough.
+        """Wait for the GPU, and return whether the codes of the weight's new value fitted.
+
+        The codes fit if each list is long enough for them. A list is a coded tensor whose needed
+        length depends on the value.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -192,11 +198,11 @@ class Outcome:
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return a spill buffer for weights whose codes do not fit into their existing tensors: CPU
-    memory for `count` elements, which GPU kernels can write to.
+    """Return a spill buffer: CPU memory for `count` 16-bit numbers, which GPU kernels can write to.
 
-    The spill buffer has dtype int16 and is pinned. Return None if no pinned memory is available, or
-    if a trial shows that the GPU does not write to it.
+    A spill buffer receives a weight's new value if the value's codes do not fit into the weight's
+    coded tensors. The spill buffer has dtype int16 and is pinned. Return None if no pinned memory
+    is available, or if a trial shows that the GPU does not write to it.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -271,16 +277,16 @@ def encode_soon(
     refuge: Tensor | None = None,  # spill buffer for `Outcome.shelter`
     counts: Tensor | None = None,  # the result of `step`, if that made the weight
 ) -> Outcome | bool:
-    """Encode a new value of a weight into its existing tensors.
+    """Encode a new value of a weight into the weight's coded tensors, `parts`.
 
-    The codecs `win4` and `tier` keep the old value's exponent windows (ranges of exponents that
-    have a code).
+    A codec is a compressed format. The codecs `win4` and `tier` keep the old value's exponent
+    windows (ranges of exponents that have a code).
 
     For the codec `rans`, return whether the codes fitted. The codecs `win4` and `tier` do not make
     the CPU wait for the GPU, and return an `Outcome`. Its method `fits` waits for the GPU, and
     returns whether the codes fitted. If the codes did not fit, the tensors are invalid. Then only
-    the spill buffer contains the weight, if there is one. The spill buffer is memory for a weight
-    whose new codes do not fit into its existing tensors.
+    the spill buffer contains the weight, if there is one. A spill buffer is memory for a weight's
+    new value whose codes did not fit.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":
@@ -379,8 +385,9 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     """Write a weight's codes, signs and mantissas to `parts`, for the codec `tier`.
 
-    The codec `tier` has three bit streams. The tensor `first` has a 2-bit code for each weight. The
-    tensors `second` and `third` have further bits of longer codes. Before the call, `second` and
+    The codec `tier`, a compressed format, codes exponents in 2, 4 or 8 bits. The codes are split
+    into three tensors of `parts`. The tensor `first` has the first 2 bits of each code. The tensors
+    `second` and `third` have the further bits of longer codes. Before the call, `second` and
     `third` must contain only zeros, because the kernel only sets bits. `stream_starts` must already
     contain the index at which each chunk (8192 weights) starts in `second` and `third`.
     """
@@ -485,10 +492,10 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     The updated weight equals, bit for bit, the weight that `torch.optim.SGD` computes from the
     decoded weight on the same GPU. Afterwards the coded tensors contain no valid weight until
     `encode_soon` has encoded the updated weight into them. Pass this function's result to
-    `encode_soon` as its argument `counts`. For the codec `win4`, the result counts the patches
-    (uncoded elements) of the updated weight. For other codecs, the result is None. The codec must
-    be lossless, and `steps` must have returned True for the gradient. If memory runs out, this
-    function raises an error and has changed no coded tensor.
+    `encode_soon` as its argument `counts`. For the codec (compressed format) `win4`, the result
+    counts the patches (uncoded elements) of the updated weight. For other codecs, the result is
+    None. The codec must be lossless, and `steps` must have returned True for the gradient. If
+    memory runs out, this function raises an error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -527,10 +534,10 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     """Write the decoded bit patterns of a weight, followed by zeros, to the buffer `out`.
 
     The buffer contains 16-bit numbers. Their number is the weight's size, rounded up to a multiple
-    of 16,384 (`padded`). If the codec is `tier` or `rans` and `by` is an optimizer step, the caller
-    passes a gradient in the buffer. This function overwrites the gradient with the updated weight.
-    For the codec `win4`, this function ignores `by`: `_code_win4` updates and encodes in one
-    kernel.
+    of 16,384 (`padded`). For the codecs (compressed formats) `tier` and `rans` with an optimizer
+    step `by`, the caller passes a gradient in the buffer. This function overwrites the gradient
+    with the updated weight. For the codec `win4`, this function ignores `by`: `_code_win4` updates
+    and encodes in one kernel.
     """
     size, warps, fields = _decoding(form.codec)
     kind = (("FIELD", form.mantissa + 1), ("BLOCK", form.block), ("PACKED", out.is_cuda))
@@ -577,8 +584,9 @@ WIN4 = Format("win4")
 class _Product(NamedTuple):
     """The operands of a product with a compressed weight.
 
-    The operands are the tokens, the weight's coded tensors, a bias, and the weight's shape (N, K)
-    and codec.
+    `x` contains the tokens, and `parts` the weight's coded tensors. The weight's shape is (N, K),
+    for N outputs and K inputs. `bias` is (N,), or None without a bias. `form` is the format in
+    which the weight is compressed.
     """
 
     x: Tensor
@@ -613,8 +621,10 @@ def product(
     *,
     setting: Setting | None = None,  # tile, by default the choice of `shapes`
 ) -> Tensor:
-    """Return x @ W.T for a weight of the codec `win4`, which the kernel decodes itself: (M, N)
-    bf16, summed in fp32."""
+    """Return x @ W.T, (M, N) bf16, for a weight W with 4-bit exponent codes (codec `win4`).
+
+    The kernel that multiplies also decodes the weight. The kernel sums in fp32.
+    """
     given = _given(_aligned(x), parts, bias, shape, form)
     setting = setting or setting_of(x.shape[0], shape, x.device, form)
     if isinstance(setting, shapes.RowTile):
@@ -654,7 +664,10 @@ def _row_tile(rows: int, processors: int, form: Format) -> shapes.RowTile:
 
 
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
-    """Multiply one token (row of x) by one, two or three weight matrices in one launch."""
+    """Multiply one token by one, two or three compressed weight matrices in one launch.
+
+    The token is the only row of `x`, which is the same for all of `several`.
+    """
     x, count, form = several[0].x, len(several), several[0].form
     outs = [x.new_empty((1, each.shape[0])) for each in several]
     found = [_multiplied(*each) for each in zip(several, outs, tiles, strict=True)]
@@ -697,10 +710,10 @@ def products(
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
     form: Format = WIN4,
 ) -> list[Tensor]:
-    """Multiply one token by several weights of the codec `win4` in one launch: (1, N) bf16 for
-    each.
+    """Multiply one token by several weights with 4-bit exponent codes (codec `win4`).
 
-    Each weight uses the same tiles as in `product`, so the results are equal bit for bit.
+    Return (1, N) bf16 for each weight. If possible, one launch multiplies by all weights. Each
+    weight uses the same tiles as in `product`, so the results are equal bit for bit.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [setting_of(1, shape, x.device, form) for shape in sizes]
@@ -727,7 +740,10 @@ _TOKEN_KERNELS = ("_coded_weight_token_win4_kernel", "_coded_weight_token_win4_s
 
 
 def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
-    """Multiply a few tokens (rows of x) by one, two or three weight matrices in one launch."""
+    """Multiply a few tokens by one, two or three compressed weight matrices in one launch.
+
+    The tokens are the rows of `x`, which is the same for all of `several`.
+    """
     x, count, form = several[0].x, len(several), several[0].form
     tokens, groups = x.shape[0], x.shape[1] // GROUP
     outs = [x.new_empty((tokens, each.shape[0])) for each in several]

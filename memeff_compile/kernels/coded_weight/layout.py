@@ -156,10 +156,11 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return n: to choose which exponents get a code, the codec `win4` reads every n-th run.
+    """Return n, where the codec `win4` counts exponents in every n-th run of a weight.
 
-    A run is 16,384 consecutive elements of a weight. `count` is the weight's number of elements.
-    With n = 1, the codec reads all elements.
+    A run is 16,384 consecutive elements. The codec `win4`, a compressed format, has codes for 15
+    neighbouring exponents. To choose these exponents, the codec counts how often each exponent
+    occurs. `count` is the weight's number of elements. With n = 1, the codec reads all elements.
     """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 
@@ -217,8 +218,7 @@ PIECE_APART = 128
 
 
 def fits_one_piece(form: Format) -> bool:
-    """Return whether one allocation can contain all tensors that encode a weight with a given
-    codec.
+    """Return whether one allocation can contain all tensors that encode a weight in a given format.
 
     The position of each tensor then follows from the weight's size and the length of the
     allocation. With one allocation, a compiled graph takes one tensor per weight instead of six,

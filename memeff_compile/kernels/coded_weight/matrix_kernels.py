@@ -4,8 +4,9 @@
 A kernel decodes the codes to tensor-core operands in registers. A tensor core takes pairs of
 neighbours along K (the columns of the weight) as 32-bit words. Decoded weights already form such
 words, called pair words. Each thread loads only the codes of the weights that it passes to the
-tensor core, four words at a time. So threads need not exchange data. The terms of a sum along K may
-have any order, as long as the weights and x have the same order.
+tensor core. A load reads four 32-bit words, each with the codes of eight weights. So threads need
+not exchange data. The terms of a sum along K may have any order, as long as the weights and x have
+the same order.
 
 In variable names, a row is a row of the weight matrix (one output), and a token is a row of x. A
 word is a 32-bit word with the codes of eight elements.
@@ -90,10 +91,10 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
     """Return pair number PAIR of the weights in a word of codes, as one 32-bit word.
 
-    A weight's code is its exponent minus the number `base`. The returned numbers have the codes as
-    exponents. The caller multiplies them by 2^base, and those of a lossy weight also by a
-    normaliser (scale). For lossless weights, the argument `fields` is a pair of 32-bit words with
-    the sign and mantissa bits.
+    A weight's code is its exponent minus the number `base`, the exponent just below those that have
+    codes. The returned numbers have the codes as exponents. The caller multiplies them by 2^base,
+    and those of a lossy weight also by a normaliser (scale). For lossless weights, the argument
+    `fields` is a pair of 32-bit words with the sign and mantissa bits.
     """
     if FIELD == 8:
         word = fields[PAIR // 2]
@@ -106,7 +107,7 @@ def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
-    """Load two 7-bit normalisers (scales) for each group of weights.
+    """Load two 7-bit normalisers (scales) for each group of 256 weights.
 
     The first is for the weights of a warp's first sixteen threads, the second for those of its last
     sixteen threads.
@@ -129,9 +130,9 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 def _scale(power, norms, lane, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice.
 
-    The number is the normaliser (scale) of a block of weights times 2^base. A code is a weight's
-    exponent minus `base`. `power` contains 2^base twice in each word. Without normalisers, return
-    `power`.
+    A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
+    bf16 number is 2^base times the normaliser (scale) of a block of weights. `power` contains
+    2^base twice in each word. Without normalisers, return `power`.
     """
     scale = power
     if C.BLOCK > 0:
@@ -212,8 +213,8 @@ def patched(
 ):
     """Add the products of x with patches (uncoded elements) of the weight to `acc`.
 
-    The patches are those of the program's rows of the weight, which `found` describes. The warps of
-    a program share the work.
+    The patches are those in the program's rows of the weight. `found` contains the position of
+    these rows and the range of their patches. The warps of a program share the work.
     """
     starts_ptr, places_ptr, values_ptr = lists
     mma: gl.constexpr = acc.type.layout
@@ -325,8 +326,8 @@ def _later_patches(
 
 @gluon.jit
 def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of weights: their codes, their sign and mantissa fields, and their normalisers
-    (scales)."""
+    """Load one group of 256 weights: their codes, their sign and mantissa fields, and their
+    normalisers (scales)."""
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
     if IS_EVEN:
@@ -354,7 +355,10 @@ def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _columns(at, is_token, IS_EVEN: gl.constexpr):
-    """Load some columns of x."""
+    """Load columns of x, the input of the product, from the pointers `at`.
+
+    Unless IS_EVEN is set, the function loads 0 where `is_token` is False.
+    """
     if IS_EVEN:
         return gl.load(at)
     return gl.load(at, mask=is_token, other=0.0)
@@ -490,7 +494,7 @@ def _matrix_tile(
 
 @gluon.jit
 def _coded_weight_matrix_win4_kernel(x_ptr, weight, tokens_count, groups, C: gl.constexpr):
-    """Multiply one or a few tokens (rows of x) by one weight matrix of the codec win4."""
+    """Multiply one or a few tokens (rows of x) by one weight matrix with 4-bit exponent codes."""
     _matrix_tile(gl.program_id(0), x_ptr, weight, tokens_count, groups, C.TILE, C)
 
 
@@ -500,8 +504,8 @@ def _coded_weight_matrix_win4_several_kernel(
 ):
     """Multiply one or a few tokens (rows of x) by 2 or 3 weight matrices.
 
-    The matrices have equal numbers of columns. The order of each sum is the same as in
-    `_coded_weight_matrix_win4_kernel`.
+    The matrices are compressed with 4-bit exponent codes, and have equal numbers of columns. The
+    order of each sum is the same as in `_coded_weight_matrix_win4_kernel`.
     """
     program = gl.program_id(0)
     first = (weight_0.rows + C.ROWS - 1) // C.ROWS
@@ -541,9 +545,9 @@ def _half_operand(
 def _row_scale(power, norm, C: gl.constexpr):
     """Return 32-bit words that each contain the same bf16 number twice.
 
-    The number is the normaliser (scale) of a row's block of weights times 2^base. A code is a
-    weight's exponent minus `base`. `power` contains 2^base twice in each word. Without normalisers,
-    return `power`.
+    A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
+    bf16 number is 2^base times the normaliser (scale) of a row's block of weights. `power` contains
+    2^base twice in each word. Without normalisers, return `power`.
     """
     if C.BLOCK == 0:
         return power
@@ -595,8 +599,11 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 
 @gluon.jit
 def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.constexpr):
-    """Start copying codes, signs and mantissas to shared memory: for each row of a tile, those of
-    half a group of 256 weights."""
+    """Start copying codes, signs and mantissas of a tile's weights to shared memory.
+
+    For each row of the tile, the function copies those of 128 weights: half a group. A group is 256
+    neighbouring weights of a row, and `half` is the index of the half.
+    """
     codes_desc, signs_desc = descs
     bar, codes, signs = code_bars.index(place), slots[0].index(place), slots[1].index(place)
     group = half // 2
@@ -663,8 +670,10 @@ def _note_patches(
 
 @gluon.jit
 def _noted(notes, batch, layout: gl.constexpr):
-    """Return 64 of the patches (uncoded elements) that `_note_patches` stored in shared
-    memory.
+    """Return 64 numbers of `notes`, from index 64 * `batch` on.
+
+    `notes` is a tensor in shared memory with one number for each patch (uncoded element): its row,
+    column or value. `_note_patches` has written the tensor.
     """
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
@@ -683,7 +692,10 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
 
 @gluon.jit
 def _store(result, ptr, first_row, rows_count, first_token, tokens_count, pitch):
-    """Store a tile of ROWS x TOKENS results in the output of shape (M, pitch)."""
+    """Store the transpose of a tile of results, (ROWS, TOKENS), in an output of shape (M, pitch).
+
+    M is the number of tokens. `pitch` is the number of outputs per token.
+    """
     layout: gl.constexpr = result.type.layout
     row = first_row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, layout))
     token = first_token + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, layout))

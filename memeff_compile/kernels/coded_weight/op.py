@@ -1,6 +1,7 @@
 """The ops of compressed weights: schemas, validation, choice of implementation, fake tensors,
 autograd.
 
+A codec is a compressed format for weights. The codec `win4` stores exponents as 4-bit codes.
 Autograd sees only the op `coded_weight_linear`. This op takes the weight as one tensor, a
 `CodedWeight`, and saves it for the backward pass, which decodes the weight again. Below autograd,
 the ops take the weight's coded tensors as separate arguments, so the inner compiler (Inductor by
@@ -45,7 +46,10 @@ def supports_weight(
     *,
     is_loaded_later: bool = False,  # a tensor on the meta device gets values before it is encoded
 ) -> str | None:
-    """Return a sentence that says why a codec cannot encode a tensor, or None if the codec can."""
+    """Return a sentence that says why a codec cannot encode a weight, or None if the codec can.
+
+    A codec is a compressed format, such as "win4".
+    """
     if weight.layout != torch.strided or weight.is_quantized:
         return "it is not a plain strided tensor"
     wanted = dtypes.dtype_of(parse(codec))
@@ -78,8 +82,10 @@ def _other_dtype(given: torch.dtype, wanted: torch.dtype, codec: str) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for weights of a dtype on a
-    device."""
+    """Return the implementation, a key of `ENGINES`, for weights of a dtype on a device.
+
+    The implementation encodes weights, decodes them, and multiplies by them.
+    """
     return "triton" if kernels_serve(device, dtype) else "reference"
 
 
@@ -94,10 +100,10 @@ def _require(weight: Tensor, codec: str) -> None:
 
 
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
-    """Return the coded tensors of a tensor of any shape, in the order of `parse(codec).parts`.
+    """Return the coded tensors of a weight of any shape, in the order of `parse(codec).parts`.
 
-    If the tensors have spare memory (`room`), later values of the weight can be encoded into them.
-    If the codec cannot encode the values, raise an error.
+    A codec is a compressed format. If the tensors have spare memory (`room`), later values of the
+    weight can be encoded into them. If the codec cannot encode the values, raise an error.
     """
     form = parse(codec)
     _require(weight, codec)
@@ -120,15 +126,15 @@ def encode_soon(
     refuge: Tensor | None = None,  # host memory for a weight that does not fit
     counts: Tensor | None = None,  # the result of `codecs.step`, if that made the weight
 ) -> codecs.Outcome | bool:
-    """Encode a new value of a weight into its existing tensors. Return whether the value's codes
-    fitted.
+    """Encode a new value of a weight into the weight's coded tensors, `parts`. Return whether the
+    value's codes fitted.
 
     If the value did not fit, the contents of `parts` are invalid, and the caller must allocate new
-    tensors. On a GPU, the codecs `win4` and `tier` do not make the CPU wait. These codecs return an
-    `Outcome`, which tells later whether the value fitted. Do not read the coded tensors before
-    `Outcome.fits` has returned True. The argument `refuge` is a spill buffer: CPU memory that
-    receives a value whose codes do not fit into the existing tensors. Without a spill buffer, the
-    caller must keep the dense value until `Outcome.fits` has returned True. If `Outcome.fits`
+    tensors. On a GPU, the codecs (compressed formats) `win4` and `tier` do not make the CPU wait.
+    These codecs return an `Outcome`, which tells later whether the value fitted. Do not read the
+    coded tensors before `Outcome.fits` has returned True. The argument `refuge` is a spill buffer:
+    CPU memory that receives a value whose codes do not fit into `parts`. Without a spill buffer,
+    the caller must keep the dense value until `Outcome.fits` has returned True. If `Outcome.fits`
     returns False, the caller must encode the dense value again. A lossy codec raises an error for
     values that are not finite.
     """
@@ -143,13 +149,20 @@ def encode_soon(
 
 
 def steps(gradient: Tensor, codec: str) -> bool:
-    """Return whether `codecs.step` can apply a gradient to weights of a given codec."""
+    """Return whether `codecs.step` can apply a gradient to a weight that a codec has compressed.
+
+    A codec is a compressed format, such as "win4".
+    """
     return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
-    """Return CPU memory (a spill buffer) for values whose codes do not fit into the existing
-    tensors, or None if no buffer is needed."""
+    """Return CPU memory (a spill buffer) for a compressed weight's new value, or None.
+
+    The buffer receives the value if the value's codes do not fit into the weight's coded tensors.
+    The buffer has `count` 16-bit numbers. The result is None if no buffer is needed, or if no
+    usable buffer can be allocated.
+    """
     return codecs.make_refuge(count, device) if engine_for(device) == "triton" else None
 
 
@@ -196,7 +209,8 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the codec of a weight; raise an error if the op cannot multiply the given operands."""
+    """Return a weight's codec (compressed format). If the op cannot multiply the given operands,
+    raise an error."""
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):

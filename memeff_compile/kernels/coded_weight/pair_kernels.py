@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that the kernels of all codecs share. Some functions process pairs of weights,
-each pair in one 32-bit word. Other functions process patches (uncoded elements) or histograms.
+"""Device functions that the kernels of all codecs (compressed formats of weights) share. Some
+functions process pairs of weights, each pair in one 32-bit word. Other functions process patches
+(uncoded elements) or histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
@@ -30,22 +31,29 @@ def as_words(pointer):
 
 @triton.jit
 def even_bytes(word):
-    """Return two weights in one 32-bit word, with exponents of zero, from the even bytes of a word
-    of signs and mantissas."""
+    """Return two bf16 weights with exponents of zero, packed into one 32-bit word.
+
+    Their signs and mantissas are the bytes 0 and 2 of `word`.
+    """
     return (word & 0x007F007F) | ((word << 8) & -0x7FFF8000)
 
 
 @triton.jit
 def odd_bytes(word):
-    """Return two weights in one 32-bit word, with exponents of zero, from the odd bytes of a word
-    of signs and mantissas."""
+    """Return two bf16 weights with exponents of zero, packed into one 32-bit word.
+
+    Their signs and mantissas are the bytes 1 and 3 of `word`.
+    """
     return ((word >> 8) & 0x007F007F) | (word & -0x7FFF8000)
 
 
 @triton.jit
 def narrow_fields(word, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return two weights in one 32-bit word, with exponents of zero, from sign and mantissa fields
-    of 1, 2 or 4 bits."""
+    """Return two bf16 weights with exponents of zero, packed into one 32-bit word.
+
+    `word` contains eight fields. A field is the sign and mantissa of one weight, in FIELD bits: 1,
+    2 or 4. The two weights have the fields PAIR and PAIR + 4.
+    """
     low = word >> (FIELD * PAIR)
     high = word >> (FIELD * (PAIR + 4))
     both = (low & ((1 << FIELD) - 1)) | ((high & ((1 << FIELD) - 1)) << 16)
@@ -160,9 +168,8 @@ def scaled_pair(pair, scale):
 def rounded_pair(pair, scale, PACKED: tl.constexpr):
     """Multiply the two bf16 numbers of a 32-bit word by those of another word, and round to bf16.
 
-    The numbers must be finite. The result equals the result of `scaled_pair`, which uses one
-    instruction for both products. Without PACKED, compute the result by ordinary operations
-    instead.
+    The numbers must be finite. With PACKED, `scaled_pair` computes both products with one
+    instruction. Without PACKED, ordinary operations compute the same result.
     """
     if PACKED:
         found = scaled_pair(pair, scale)
@@ -191,9 +198,10 @@ def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
     """Return pair number PAIR of the weights in a word of codes, as one 32-bit word.
 
     `fields` contains the weights' sign and mantissa bits, 1, 2 or 4 for each weight. A weight's
-    code is its exponent minus the number `base`. The codes are not decoded: the returned numbers
-    have the codes as exponents. The caller multiplies the numbers by 2^base times a normaliser
-    (scale). The first weight of the pair is in the lower half of the word.
+    code is its exponent minus `base`, the exponent just below those that have codes. The codes are
+    not decoded: the returned numbers have the codes as exponents. The caller multiplies the numbers
+    by 2^base and by a normaliser, the scale of a block of weights. The first weight of the pair is
+    in the lower half of the word.
     """
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
@@ -302,8 +310,9 @@ def _coded_weight_pair_patches_kernel(
 ):
     """Write the patches (uncoded elements) of one chunk of 8192 weights to the weight's lists.
 
-    The patches have the order of the weights. The codec `tier`, which codes exponents in 2, 4 or 8
-    bits, uses this kernel. The kernel drops patches beyond the end of the list.
+    The patches have the order of the weights. The compressed format (codec) `tier`, which codes
+    exponents in 2, 4 or 8 bits, uses this kernel. The kernel drops patches beyond the end of the
+    list.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
@@ -326,10 +335,11 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write how long a weight's list (a tensor of irregular length) must be, as two 16-bit words.
+    """Write `needed`, the length that one of a weight's lists needs, as two 16-bit words.
 
-    The words go to the header of a spill buffer: memory for weights whose codes do not fit into
-    their existing tensors.
+    A list is a coded tensor whose needed length depends on the weight's values. The two words are
+    entry number `place` in the header of a spill buffer. A spill buffer is memory for weights whose
+    new codes do not fit into their coded tensors.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -347,10 +357,11 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write how long a weight's COUNT lists (tensors of irregular length) must be.
+    """Write the lengths that a weight's COUNT lists need.
 
-    These lengths go to the header of a spill buffer: memory for weights whose codes do not fit into
-    their existing tensors. If one of the lists is too short, also write the weight's value to the
+    A list is a coded tensor whose needed length depends on the weight's values. These lengths go to
+    the header of a spill buffer. A spill buffer is memory for weights whose new codes do not fit
+    into their coded tensors. If one of the lists is too short, also write the weight's value to the
     spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels for weights of the codec `win4` whose coded tensors lie in one allocation per weight. One
-launch applies the optimizer step to several weights and encodes them again.
+"""Kernels for compressed weights whose coded tensors lie in one allocation per weight. One launch
+applies the optimizer step to several weights and encodes them again. A second launch writes their
+patches (uncoded elements).
 
-For a small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
+The compressed format (codec) is `win4`, which stores exponents as 4-bit codes without loss. For a
+small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
 positions of a weight's tensors inside its allocation follow from the weight's size. So a kernel
 takes one pointer per weight (the module `layout` computes the positions).
 """
@@ -22,9 +24,10 @@ APART: tl.constexpr = tl.constexpr(128)  # `layout.PIECE_APART`
 def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     """Return a tuple that describes the weight on which a program of the kernel works:
 
-    - the weight's index, and the program's index within the weight;
+    - the weight's index, and the program's index among the programs of this weight;
     - the weight's allocation, and its gradient's memory, which the updated weight overwrites;
-    - the number of chunks of the weight, and that of all earlier weights;
+    - the number of the weight's chunks (blocks of 8192 elements);
+    - the number of chunks of all earlier weights together;
     - the number of patches (uncoded elements) for which the allocation has space.
 
     Only this function branches on the weight's index, so that the kernel's other code is compiled
@@ -144,7 +147,7 @@ def _coded_weight_piece_lists_kernel(
     """Write the lists of patches (uncoded elements) of several weights.
 
     Several programs write the lists of one weight: each program writes the patches of its own range
-    of chunks.
+    of chunks. A chunk is a block of 8192 elements.
     """
     at = _at(
         tl.program_id(0),
