@@ -1,11 +1,12 @@
 """Pack the lists (tensors of irregular length) of many compressed weights into a few large
 allocations.
 
-A codec (a compressed format) stores the exponents of a weight's elements as short codes. Rare
-exponents have no code. Elements with a rare exponent are stored whole, in lists whose length
-depends on the weight's values. If each list had its own allocation, PyTorch's allocator would round
-the list's size up, by as much as one MiB. For weights of Llama-3-8B's shape with the codec `tier`,
-this rounding costs 71 MiB. In a shared allocation, lists are stored without gaps.
+A codec (a compressed format) stores the exponents of a weight's elements as short codes. In the
+codecs `win4` and `tier`, rare exponents have no code. Elements with a rare exponent are stored
+whole, in lists whose length depends on the weight's values. If each list had its own allocation,
+PyTorch's allocator would round the list's size up, by as much as one MiB. For weights of
+Llama-3-8B's shape with the codec `tier`, this rounding costs 71 MiB. In a shared allocation, lists
+are stored without gaps.
 """
 
 from __future__ import annotations
