@@ -150,10 +150,10 @@ class _Decoding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _decoding(words: int, *shape: int) -> _Decoding:
-    """Return how to launch the kernel that decodes a weight of a given shape, and the size of the
-    buffer for the decoded weight.
+    """Plan the kernel launch that decodes a weight of a given shape.
 
-    The tensors that encode the weight lie in one allocation of `words` 32-bit words.
+    Return the launch, and the size of the buffer for the decoded weight. The tensors that encode
+    the weight lie in one allocation of `words` 32-bit words.
     """
     count = math.prod(shape)
     chunks, room = padded(count) // CHUNK, piece_room(count, words)

@@ -247,9 +247,9 @@ def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     code is 3 too, a 4-bit code follows.
 
     Return the tensors of the codec `tier`, except the tensor of signs and mantissas. The returned
-    tensors contain the starts of three windows (ranges of exponents that have codes), the codes,
-    and the patches (weights stored whole). One more tensor has two indices for each chunk of 8192
-    weights: where the chunk's second codes start, and where its third codes start.
+    tensors contain the starts of three windows (ranges of exponents), the codes, and the patches
+    (weights stored whole). One more tensor has two indices for each chunk of 8192 weights. The
+    chunk's second codes start at one index, and its third codes at the other.
     """
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]

@@ -115,10 +115,10 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Multiply some patches by the numbers of x in the same columns, and add the products to the
-    sums of the patches' rows.
+    """Multiply some patches by the numbers of x in the same columns.
 
-    A patch is an element of the weight that is stored without a code.
+    Add the products to the sums of the patches' rows. A patch is an element of the weight that is
+    stored without a code.
     """
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded

@@ -113,8 +113,8 @@ def row_tile(rows: int, processors: int) -> RowTile:
     """Return the tile of the kernel that multiplies one token by a losslessly compressed weight.
 
     The weight has `rows` rows, and each program of the kernel computes one tile of outputs. The
-    function returns the first tile with which all programs together have enough warps: at least
-    `WARPS_PER_PROCESSOR` for each of the GPU's `processors` multiprocessors. If no tile has that
+    function returns the first tile with which the GPU's `processors` multiprocessors have enough
+    warps. `WARPS_PER_PROCESSOR` warps for each multiprocessor are enough. If no tile gives that
     many, the function returns the last tile.
     """
     return _first_busy(ROW_TILES, rows, processors)
@@ -169,8 +169,10 @@ def _fills_rounds(programs: int, places: int) -> bool:
 def matrix_tile(
     tokens: int, rows: int, columns: int, processors: int, *, is_lossless: bool = False
 ) -> MatrixTile:
-    """Return the tile that was fastest on an H200 for multiplying one or a few tokens by a
-    compressed weight with the given rows and columns."""
+    """Return the tile of the kernel that multiplies one or a few tokens by a compressed weight.
+
+    The tile was the fastest on an H200 for the given tokens (M), rows (N) and columns (K).
+    """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
     busy = 7 if tokens > 8 and groups <= 32 else WARPS_WITH_MATRICES
     while warps < 8 and programs * warps < busy * processors:

@@ -111,13 +111,13 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """Several compressed weights that are updated and encoded together, until it is known whether
-    their new codes (compressed form) fit into the memory of the old codes.
+    """Several compressed weights that are updated and encoded together.
 
-    The method `add` collects the weights and their gradients. This object keeps the gradients until
-    `encode` is called. `encode` computes the weights' new values from the gradients, and encodes
-    these values. All tensors that encode a weight lie in one allocation. The class `Unsettled` is
-    for a single weight.
+    This object is needed until it is known whether the new codes (compressed form) fit into the
+    memory of the old codes. The method `add` collects the weights and their gradients. This object
+    keeps the gradients until `encode` is called. `encode` computes the weights' new values from the
+    gradients, and encodes these values. All tensors that encode a weight lie in one allocation. The
+    class `Unsettled` is for a single weight.
 
     All code must call `settle` before it reads one of the weights. All gradients were added while
     the same CUDA stream was current. The kernels that `encode` launches run on that stream, even if

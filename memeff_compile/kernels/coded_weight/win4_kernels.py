@@ -38,10 +38,10 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of pair number PAIR of the weights in a word of codes, shifted to their
-    bit positions in two bf16 numbers. Code 0 gives exponent 0.
+    """Return the exponents of pair number PAIR of the weights in a word of codes.
 
-    The caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
+    The exponents are at their bit positions in two bf16 numbers. Code 0 gives exponent 0. The
+    caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
     """
     code = (codes >> (4 * PAIR)) & 0x000F000F
     is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
