@@ -2,8 +2,8 @@
 used on a CPU.
 
 Its functions process about a million elements of a weight at a time, so that temporary tensors stay
-small. `layout.py` defines the names of the tensors that encode a weight, and the order of the
-weight's elements inside each group of 256.
+small. `layout.py` names the tensors that encode a weight, and defines the order of the weight's
+elements inside each group of 256.
 """
 
 from __future__ import annotations
@@ -443,10 +443,9 @@ def with_signs(
 
     `whole` contains the bit patterns (16 bits each) of the weight to encode. For a lossy format,
     `patterns` contains the patterns after `normalise`: scaled block by block, and rounded to fewer
-    mantissa bits. Otherwise `patterns` is `whole`.
-    If the format has a list of patches (uncoded elements), this function also fills in their
-    values. A patch's value is its 16 bits in `whole`. In the returned tensor of sign and mantissa
-    fields, the field of each patch is zero.
+    mantissa bits. Otherwise `patterns` is `whole`. If the format has a list of patches (uncoded
+    elements), this function also fills in their values. A patch's value is its 16 bits in `whole`.
+    In the returned tensor of sign and mantissa fields, the field of each patch is zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

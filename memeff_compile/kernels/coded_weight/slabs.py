@@ -47,7 +47,7 @@ def side_by_side(
     a weight's old lists after copying them, so one extra allocation is needed temporarily. The
     weights may have different codecs and devices, and their values do not change. The function also
     adds spare memory to a list that already has spare memory. If all tensors that encode a weight
-    lie in one allocation, the function moves them together and keeps them next to each other.
+    lie in one allocation, the function moves them together and keeps them adjacent.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -59,8 +59,8 @@ def side_by_side(
 
 
 def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
-    """Return how many elements to allocate for each list of compressed weights (a tensor of
-    irregular length)."""
+    """Return how many elements to allocate for each list (tensor of irregular length) of the
+    compressed weights."""
     found, kinds = dict[Tensor, int](), dict[tuple[object, ...], list[Tensor]]()
     for weight in weights:
         for name, part in _lists(weight):

@@ -43,8 +43,8 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A compressed weight's new value, until it is known whether the new codes (compressed form)
-    fit into the memory of the old codes.
+    """A compressed weight's new value, until it is known whether its codes (compressed form) fit
+    into the memory of the old codes.
 
     The method `settle` waits for the GPU. If the codes do not fit, `settle` encodes the value again
     into newly allocated tensors. `settle` reads the value from the spill buffer (memory for values
@@ -53,8 +53,8 @@ class Unsettled:
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Record that the tensors that encode the weight are about to be overwritten with the codes
-        of `value`, the weight's new dense value.
+        """Record that the codes of `value` are about to overwrite the tensors that encode the
+        weight. `value` is the weight's new dense value.
 
         From then on, all code must call `settle` before it reads the weight. `settle` waits until
         the new codes are complete.
@@ -127,8 +127,9 @@ class UnsettledTogether:
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
-        """Collect compressed weights that one optimizer step updates, as long as their gradients
-        have the same stream and device as the tensor `like`.
+        """Collect compressed weights that one optimizer step updates.
+
+        Their gradients must have the same stream and device as the tensor `like`.
 
         The function `encode_now` updates and encodes the collected weights. `settle` calls this
         function if the weights have not been updated yet.
@@ -341,7 +342,7 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """Return a number that no other weight has, and that changes when one of the tensors that
+        """Return a number that no other weight has. The number changes when one of the tensors that
         encode the weight moves in memory.
         """
         self.settle()
@@ -431,7 +432,7 @@ class CodedWeight(Tensor):
 
     def store_soon(
         self,
-        value: Tensor,  # bf16, same shape and device, without autograd history
+        value: Tensor,  # same shape, dtype and device, without autograd history
         # a spill buffer from `make_refuge`, not used for anything else until the value is
         # confirmed; without one, the value must not change until then
         refuge: Tensor | None = None,

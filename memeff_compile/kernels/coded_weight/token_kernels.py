@@ -18,7 +18,7 @@ multiplies 16 rows by 8 columns; all 8 columns are the same token.
 The columns of the weight are the dimension K of the sum. The kernel may permute them, if it
 permutes x in the same way. Word w of a group of 256 columns contains the eight columns
 `128 i + 64 o + 2 w + h`, with i, o and h each 0 or 1. The kernel multiplies a group in four calls
-of `mma_v2`, so the tensor core gets four operands of weights, numbered `2 o + h`. From every word
+of `mma_v2`. So the tensor core gets four operands of weights, numbered `2 o + h`. From every word
 w, operand `2 o + h` takes two columns: `64 o + 2 w + h` and `128 + 64 o + 2 w + h`.
 
 Variable names have the same meaning as in `matrix_kernels`.
