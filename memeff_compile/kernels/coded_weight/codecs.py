@@ -222,10 +222,10 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int32.
+    """Return how often each of the 256 exponents occurs in a weight, as int32.
 
-    The weights are read in runs of consecutive weights. The function counts only every n-th run,
-    where n is `every`.
+    `patterns` contains the weight's elements as 16-bit patterns. The function counts only every
+    n-th run of 16,384 consecutive elements, where n is `every`.
     """
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (

@@ -1,7 +1,7 @@
 """The optimizer step on compressed weights, for several weights in one launch.
 
-The codec is `win4`, which compresses bf16 weights without loss, with 4-bit codes for exponents.
-Each weight's coded tensors lie in one allocation.
+The codec is `win4`, which compresses bf16 weights without loss, with 4-bit codes for exponents. All
+tensors that encode a weight (codes, signs and mantissas, uncoded elements) lie in one allocation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ HEADING = 2 * MOST_TOGETHER
 
 
 def parts_of(piece: Tensor, count: int) -> list[Tensor]:
-    """Return the coded tensors of a weight of `count` elements as views of one allocation."""
+    """Return the tensors that encode a weight of `count` elements, as views of the allocation
+    `piece`.
+
+    The tensors contain the weight's exponent codes, its signs and mantissas, and its patches
+    (uncoded elements).
+    """
     found = []
     for place, (start, length) in enumerate(piece_places(count, piece.numel())):
         words = piece[start : start + length]
@@ -39,8 +44,8 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> Tensor:
-    """Copy the coded tensors of a weight of `count` elements into one allocation: `piece`, or a new
-    allocation.
+    """Copy `parts`, the tensors that encode a weight of `count` elements, into one allocation:
+    `piece`, or a new allocation.
     """
     if piece is None:
         words = piece_words(count, parts[3].numel())
@@ -51,8 +56,10 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return how many 16-bit numbers a shared spill buffer (memory for weights whose codes do not
-    fit) needs for weights of the given sizes.
+    """Return the length, in 16-bit numbers, of a spill buffer that weights of the given sizes
+    share.
+
+    A spill buffer is memory for weights whose new codes do not fit into their existing allocations.
     """
     return HEADING + sum(map(padded, counts))
 
@@ -64,8 +71,8 @@ class _Launch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The launches that update and encode weights of given sizes, and write their lists of patches
-    (uncoded elements).
+    """The kernel launches that update and encode weights of given sizes, and write their lists of
+    patches (uncoded elements).
     """
 
     chunks: int
@@ -76,8 +83,10 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(*sizes: tuple[int, int]) -> _Plan:
-    """Plan the launches for several weights, each given as a pair: its number of elements, and the
-    number of 32-bit words of its allocation.
+    """Plan the kernel launches that update and encode several weights.
+
+    Each weight is given as a pair: its number of elements, and the number of 32-bit words of its
+    allocation.
     """
     chunks = tuple(padded(count) // CHUNK for count, _ in sizes)
     rooms = tuple(piece_room(*size) for size in sizes)
@@ -121,7 +130,7 @@ def _run(
 
 
 def decode(piece: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the decoded bf16 weight.
+    """Return the bf16 weight that the tensors in the allocation `piece` encode.
 
     The memory of the result may be slightly larger than the weight.
     """
@@ -141,8 +150,11 @@ class _Decoding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _decoding(words: int, *shape: int) -> _Decoding:
-    """Return the launch that decodes a weight of a given shape from an allocation of `words` 32-bit
-    words."""
+    """Plan the kernel launch that decodes a weight of a given shape.
+
+    Return the launch, and the size of the buffer for the decoded weight. The tensors that encode
+    the weight lie in one allocation of `words` 32-bit words.
+    """
     count = math.prod(shape)
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     each = shapes.WIN4_DECODE_WORDS
@@ -165,7 +177,7 @@ class Outcomes:
     """
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
-        """Record a CUDA event on the current stream."""
+        """Record a CUDA event on the current stream, so that `misfits` can wait for the GPU."""
         self._refuge, self._rooms, self._counts = refuge, rooms, counts
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
         if self._event is not None:
@@ -194,12 +206,13 @@ class Outcomes:
 def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Tensor:
     """Update weights with their gradients and encode them in place, all in one launch.
 
-    `pieces` contains one allocation per weight, with the weight's coded tensors. The gradients are
-    bf16, and the kernel overwrites them with the new weights. The memory of each gradient is padded
-    to a multiple of 16,384 elements (`padded`). The updated weights equal, bit for bit, those that
-    `codecs.step` and then `encode_soon` give. The contents of `pieces` are invalid until
-    `list_patches` has written the lists of patches (uncoded elements). That function needs this
-    function's result. If memory runs out, this function raises an error and has changed no weight.
+    `pieces` contains one allocation per weight, with the tensors that encode the weight. The
+    gradients are bf16, and the kernel overwrites them with the new weights. The memory of each
+    gradient is padded to a multiple of 16,384 elements (`padded`). The updated weights equal, bit
+    for bit, those that `codecs.step` and then `encode_soon` give. The contents of `pieces` are
+    invalid until `list_patches` has written the lists of patches (uncoded elements). That function
+    needs this function's result. If memory runs out, this function raises an error and has changed
+    no weight.
     """
     plan = _planned(pieces, gradients)
     rates, _ = moves(by)

@@ -1,9 +1,9 @@
 """The reference implementation of compressed weights in plain PyTorch: correct on every device, and
 used on a CPU.
 
-Its functions process a few chunks of the weight at a time, so that temporary tensors stay small.
-`layout.py` defines the names of the coded tensors, and the order of the weight's elements inside
-each group of 256.
+Its functions process about a million elements of a weight at a time, so that temporary tensors stay
+small. `layout.py` names the tensors that encode a weight, and defines the order of the weight's
+elements inside each group of 256.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def as_patterns(weight: Tensor) -> Tensor:
 
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
-    """Return how often each of the 256 exponents occurs, as int64.
+    """Return how often each of the 256 exponents occurs in a weight, as int64.
 
-    The weights are read in runs of consecutive weights. The function counts only every n-th run,
-    where n is `every`.
+    `patterns` contains the weight's elements as 16-bit patterns. The function counts only every
+    n-th run of 16,384 consecutive elements, where n is `every`.
     """
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
     patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
@@ -138,9 +138,11 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the flat indices of the patches (uncoded elements).
+    """Return the positions of a weight's patches (uncoded elements) in the flat weight.
 
-    The function does not read the spare space that `places` may have after the last patch.
+    `places` contains each patch's position in its chunk (8192 elements). `starts` contains the
+    index in `places` at which each chunk's patches start. The function does not read the spare
+    space that `places` may have after the last patch.
     """
     counts = starts.diff().long()
     chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
@@ -151,10 +153,11 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents in 4 bits; return all coded tensors except the signs and mantissas.
+    """Encode each exponent of a weight in 4 bits.
 
-    Code 0 means a zero of either sign. A weight whose exponent is outside of the window (the range
-    of exponents that have codes) is stored whole, as a patch.
+    Return the tensors that encode the weight, except the tensor of signs and mantissas. Code 0
+    means a zero of either sign. A weight whose exponent is outside of the window (the range of
+    exponents that have codes) is stored whole, as a patch.
     """
     header = win4_header(counts)
     codes, patches = [], []
@@ -171,7 +174,7 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
+    """Yield a weight's exponents as flat int16 tensors, about a million at a time. The caller must
     still insert the patches (uncoded elements)."""
     header, codes = parts[:2]
     for piece in _pieces(size):
@@ -206,21 +209,22 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """Reshape flat values to (chunks, words, 16): each word of codes contains 16 values.
+    """Reshape flat values, one for each weight, to (chunks, words, 16).
 
-    A warp's 32 words cover 512 consecutive values. Each word has two neighbouring values from each
-    eighth of these 512 values.
+    A chunk has 8192 weights, and a 32-bit word contains the codes of 16 weights. A warp's 32 words
+    cover 512 consecutive values. Each word has two neighbouring values from each eighth of these
+    512 values.
     """
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack the codes of one bit stream of the codec `tier` into 32-bit words, chunk by chunk.
+    """Pack the codes of one stream into 32-bit words, chunk by chunk (8192 weights each).
 
-    A stream contains the 2-bit or 4-bit codes (`bits`) of some of the weights. `is_in` says which
-    weights these are. A chunk has 8192 weights. Return the words, and the number of words per
-    chunk.
+    The codec `tier` stores the exponents of a weight as codes in three streams. `codes` are those
+    of the second or the third stream, with `bits` bits each: 2 or 4. `is_in` says which weights
+    have a code in this stream. Return the words, and the number of words per chunk.
     """
     per_word = 32 // bits
     codes, is_in = codes.flatten(1), is_in.flatten(1)
@@ -242,9 +246,10 @@ def encode_tier(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
     Every exponent has a 2-bit code. If this code is 3, a second 2-bit code follows. If the second
     code is 3 too, a 4-bit code follows.
 
-    Return all coded tensors of the codec `tier`, except the signs and mantissas. These tensors
-    contain the starts of the exponent windows, the codes, and the patches (weights stored whole).
-    One more tensor contains the index at which the second and third codes of each chunk start.
+    Return the tensors of the codec `tier`, except the tensor of signs and mantissas. The returned
+    tensors contain the starts of three windows (ranges of exponents), the codes, and the patches
+    (weights stored whole). One more tensor has two indices for each chunk of 8192 weights. The
+    chunk's second codes start at one index, and its third codes at the other.
     """
     header = tier_header(counts)
     firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
@@ -277,7 +282,7 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time. The caller must
+    """Yield a weight's exponents as flat int16 tensors, about a million at a time. The caller must
     still insert the patches (uncoded elements)."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
@@ -299,10 +304,10 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return a table of 1024 slots.
+    """Return the table of 1024 slots of the codec `rans`, an entropy coder for exponents.
 
-    Each slot has an exponent (8 bits), its frequency minus one (12 bits), and the slot's position
-    among the exponent's slots (12 bits).
+    A frequent exponent has more slots. Each slot has an exponent (8 bits), its frequency minus one
+    (12 bits), and the slot's position among the exponent's slots (12 bits).
     """
     table = []
     for exponent, slots in enumerate(frequencies(counts)):
@@ -323,8 +328,8 @@ def rans_order(flat: Tensor) -> Tensor:
 
 
 def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode exponents with a range coder (rANS) that has 32 lanes per chunk, 32-bit states and
-    16-bit words."""
+    """Encode a weight's exponents with a range coder (rANS) of 32-bit states and 16-bit words. Each
+    chunk of 16,384 weights has 32 lanes."""
     device = patterns.device
     slots = torch.tensor(frequencies(counts), dtype=torch.int64, device=device)
     begins = slots.cumsum(0) - slots
@@ -353,7 +358,7 @@ def encode_rans(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def decode_rans(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Yield the exponents as flat int16 tensors, a few chunks of weights at a time."""
+    """Yield a weight's exponents as flat int16 tensors, about a million at a time."""
     table, words, starts, states = parts[:4]
     words = F.pad(words, (0, 1)).long() & 0xFFFF
     table = table.long() & 0xFFFFFFFF
@@ -437,10 +442,10 @@ def with_signs(
     mantissa fields of `patterns`.
 
     `whole` contains the bit patterns (16 bits each) of the weight to encode. For a lossy format,
-    `patterns` contains the bit patterns that `normalise` returned. Otherwise `patterns` is `whole`.
-    If the format has a list of patches (uncoded elements), this function also fills in their
-    values. A patch's value is its 16 bits in `whole`. In the returned tensor of sign and mantissa
-    fields, the field of each patch is zero.
+    `patterns` contains the patterns after `normalise`: scaled block by block, and rounded to fewer
+    mantissa bits. Otherwise `patterns` is `whole`. If the format has a list of patches (uncoded
+    elements), this function also fills in their values. A patch's value is its 16 bits in `whole`.
+    In the returned tensor of sign and mantissa fields, the field of each patch is zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)
@@ -452,7 +457,10 @@ def with_signs(
 
 
 def move(made: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Copy new coded tensors into the existing ones; return whether the new tensors fitted."""
+    """Copy a weight's newly encoded tensors `made` into its existing tensors `parts`, if all fit.
+
+    Return whether all fitted.
+    """
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):

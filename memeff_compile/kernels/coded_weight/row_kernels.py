@@ -92,7 +92,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 
 @triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Add the products of x with the eight weights of each word of codes to `acc`.
+    """Decode the eight weights of each 32-bit word of `codes`, and add their products with x to
+    `acc`.
 
     A weight's code is its exponent minus the number `base`. The code itself becomes the exponent of
     a number, which is then multiplied by 2^base. With PACKED, `scale` is a 32-bit word that
@@ -114,7 +115,11 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Add the products of some patches (uncoded elements) to the sums for their rows."""
+    """Multiply some patches by the numbers of x in the same columns.
+
+    Add the products to the sums of the patches' rows. A patch is an element of the weight that is
+    stored without a code.
+    """
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded
     is_patch = place >= 0
@@ -142,8 +147,8 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias and the products of the patches (uncoded elements) to the outputs of some
-    rows, and store these outputs."""
+    """Add the bias, and the products of x with the patches (uncoded elements), to the outputs of
+    some rows. Store these outputs."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found
@@ -170,7 +175,8 @@ def _exact_rows(
     C: tl.constexpr,
     # PACKED: two weights are scaled by one instruction, of assembly
 ):
-    """Compute the products of ROWS rows of a lossless weight with one token x, summed in fp32."""
+    """Compute the products of ROWS rows of a losslessly compressed weight with one token x, summed
+    in fp32."""
     IS_EVEN: tl.constexpr = TILE[1]
     ROWS: tl.constexpr = TILE[2]
     WORDS: tl.constexpr = TILE[3]
@@ -232,7 +238,12 @@ def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.
 
 @triton.jit
 def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the normalisers (scales) for both halves of a warp's threads."""
+    """Load the normalisers (scales) of pair number PAIR of each thread's weights.
+
+    Each thread of a warp has four pairs of the weights of a group (256 weights). The first result
+    is for the warp's first sixteen threads, the second result for its last sixteen. The results
+    differ only if a normaliser belongs to 32 weights (BLOCK).
+    """
     first = load_norm(norms_ptr, group, is_in, PAIR, 0, BLOCK)
     last = first
     if BLOCK == 32:
@@ -244,10 +255,11 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Add the products of x with one pair of weights of each word of codes to `acc`.
+    """Decode one pair of weights of each word of `codes`, multiply the pair by x, and add the
+    products to `acc`.
 
-    A 32-bit word of `codes` contains the codes of eight weights, which form four pairs. PAIR is the
-    number of the pair.
+    A 32-bit word contains the codes of eight weights, which form four pairs. PAIR is the number of
+    the pair.
     """
     scale = (norms[0].to(tl.int32)[:, :, None] | power) * 0x00010001
     if C.BLOCK == 32:
@@ -271,7 +283,8 @@ def _narrow_rows(
     # FIELD: bits of sign and mantissa: 1, 2 or 4
     # BLOCK: weights per normaliser
 ):
-    """Compute the products of ROWS rows of a lossy weight with one token x, summed in fp32.
+    """Compute the products of ROWS rows of a lossily compressed weight with one token x, summed in
+    fp32.
 
     The kernel loads the codes for the next loop iteration before it multiplies by the weights of
     the current iteration.
@@ -317,7 +330,10 @@ def _rows(program, x_ptr, weight, row_words, TILE: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
-    """Multiply one token (row of x) by one weight matrix of the codec win4."""
+    """Multiply one token (row of x) by one weight matrix that is compressed with the codec win4.
+
+    Win4 stores each weight's exponent as a 4-bit code.
+    """
     _rows(tl.program_id(0), x_ptr, weight, row_words, C.TILE, C)
 
 
@@ -325,7 +341,8 @@ def _coded_weight_row_win4_kernel(x_ptr, weight, row_words, C: tl.constexpr):
 def _coded_weight_row_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr
 ):
-    """Multiply one token (row of x) by 2 or 3 weight matrices with equal numbers of columns.
+    """Multiply one token (row of x) by 2 or 3 compressed weight matrices with equal numbers of
+    columns.
 
     Each sum adds its terms in the same order as in `_coded_weight_row_win4_kernel`.
     """

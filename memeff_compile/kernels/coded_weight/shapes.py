@@ -16,7 +16,7 @@ from .layout import CHUNK, GROUP
 
 @dataclass(frozen=True)
 class RowTile:
-    """The tile of the kernel that multiplies a weight by a single token.
+    """The tile of the kernel that multiplies a compressed weight by a single token.
 
     A program computes `rows` outputs, one per row of the weight. In each step, the program reads
     `words` 32-bit words of codes from each of these rows.
@@ -42,8 +42,8 @@ class RowTile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """The tile of the kernel that decodes a weight in registers and multiplies one or a few
-    tokens."""
+    """The tile of the kernel that decodes a compressed weight in registers and multiplies one or a
+    few tokens."""
 
     rows: int  # of a program
     tokens: int
@@ -54,7 +54,8 @@ class MatrixTile:
 
 @dataclass(frozen=True)
 class WideTile:
-    """The tile of the kernel that multiplies a weight by more than a few tokens on Hopper GPUs.
+    """The tile of the kernel that multiplies a compressed weight by more than a few tokens on
+    Hopper GPUs.
 
     A program decodes each weight once for all its tokens.
     """
@@ -109,10 +110,12 @@ WARPS_WITH_MATRICES = 10
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token and a lossless weight of N rows.
+    """Return the tile of the kernel that multiplies one token by a losslessly compressed weight.
 
-    A program of the kernel computes one tile of outputs. The tile gives each multiprocessor several
-    warps.
+    The weight has `rows` rows, and each program of the kernel computes one tile of outputs. The
+    function returns the first tile with which the GPU's `processors` multiprocessors have enough
+    warps. `WARPS_PER_PROCESSOR` warps for each multiprocessor are enough. If no tile gives that
+    many, the function returns the last tile.
     """
     return _first_busy(ROW_TILES, rows, processors)
 
@@ -122,16 +125,20 @@ NARROW_ROW_TILES = (RowTile(4, 128, 1, packed=True), RowTile(2, 128, 1, packed=T
 
 
 def narrow_row_tile(rows: int, processors: int) -> RowTile:
-    """Return the tile for one token and a lossy weight, which keeps at most 3 mantissa bits.
+    """Return the tile of the kernel that multiplies one token by a lossily compressed weight, which
+    keeps at most 3 mantissa bits.
 
-    A program of the kernel computes one tile of outputs. The tile is chosen as in `row_tile`.
+    Each program of the kernel computes one tile of outputs. The tile is chosen as in `row_tile`.
     """
     return _first_busy(NARROW_ROW_TILES, rows, processors)
 
 
 def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
-    """Return the first tile with enough warps per multiprocessor, or the last tile if no tile has
-    enough warps."""
+    """Return the first of several candidate tiles with which a kernel runs enough warps.
+
+    Each program of the kernel computes one tile. At least `WARPS_PER_PROCESSOR` warps for each
+    multiprocessor are enough. If no tile reaches this number, return the last tile.
+    """
     for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
@@ -162,8 +169,10 @@ def _fills_rounds(programs: int, places: int) -> bool:
 def matrix_tile(
     tokens: int, rows: int, columns: int, processors: int, *, is_lossless: bool = False
 ) -> MatrixTile:
-    """Return the tile that was fastest on an H200 for one or a few tokens (M), N rows and K
-    columns."""
+    """Return the tile of the kernel that multiplies one or a few tokens by a compressed weight.
+
+    The tile was the fastest on an H200 for the given tokens (M), rows (N) and columns (K).
+    """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2
     busy = 7 if tokens > 8 and groups <= 32 else WARPS_WITH_MATRICES
     while warps < 8 and programs * warps < busy * processors:
@@ -228,8 +237,8 @@ def _wide_time(found: WideTile, cost: _Cost, size: tuple[int, int, int], process
 
 @lru_cache(maxsize=4096)
 def wide_tile(tokens: int, rows: int, columns: int, processors: int) -> WideTile | None:
-    """Return the tile for more than a few tokens (M) on Hopper GPUs, or None if decoding the weight
-    first is faster.
+    """Return the tile of the kernel that multiplies more than a few tokens by a compressed weight
+    on Hopper GPUs. Return None if decoding the weight first is faster.
 
     The function returns the tile with the shortest predicted time. The programs' partial sums never
     take more memory than the decoded weight would take.
@@ -267,7 +276,8 @@ def fits_halves(block: int, columns: int, mantissa: int) -> bool:
 
 
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
-    """Return the tile that was fastest on an H200 for one token multiplied in fp16.
+    """Return the tile that was fastest on an H200 for multiplying one token by a lossily compressed
+    weight in fp16.
 
     The weights for queries, keys and values of usual models get the same tile, so that one launch
     multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not

@@ -1,11 +1,12 @@
 """Pack the lists (tensors of irregular length) of many compressed weights into a few large
 allocations.
 
-Some elements of a weight have an exponent without a code. A codec stores these elements whole, in
-lists whose length depends on the weight's values. If each list had its own allocation, PyTorch's
-allocator would round the list's size up, by as much as one MiB. For weights of Llama-3-8B's shape
-with the codec `tier`, this rounding costs 71 MiB. In a shared allocation, lists are stored without
-gaps.
+A codec (a compressed format) stores the exponents of a weight's elements as short codes. In the
+codecs `win4` and `tier`, rare exponents have no code. Elements with a rare exponent are stored
+whole, in lists whose length depends on the weight's values. If each list had its own allocation,
+PyTorch's allocator would round the list's size up, by as much as one MiB. For weights of
+Llama-3-8B's shape with the codec `tier`, this rounding costs 71 MiB. In a shared allocation, lists
+are stored without gaps.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def side_by_side(
     The function fills each new allocation with lists, one weight after another. The function frees
     a weight's old lists after copying them, so one extra allocation is needed temporarily. The
     weights may have different codecs and devices, and their values do not change. The function also
-    adds spare memory to a list that already has spare memory. If all coded tensors of a weight lie
-    in one allocation, the function moves them together and keeps them next to each other.
+    adds spare memory to a list that already has spare memory. If all tensors that encode a weight
+    lie in one allocation, the function moves them together and keeps them adjacent.
     """
     by_device: dict[torch.device, list[CodedWeight]] = {}
     for weight in weights:
@@ -58,7 +59,8 @@ def side_by_side(
 
 
 def _lengths(weights: Sequence[CodedWeight], room: Room) -> dict[Tensor, int]:
-    """Return how many elements to allocate for each list (a coded tensor of irregular length)."""
+    """Return how many elements to allocate for each list (tensor of irregular length) of the
+    compressed weights."""
     found, kinds = dict[Tensor, int](), dict[tuple[object, ...], list[Tensor]]()
     for weight in weights:
         for name, part in _lists(weight):
@@ -106,11 +108,11 @@ def _words(weight: CodedWeight, lengths: Mapping[Tensor, int]) -> int:
 
 
 def _size(weight: CodedWeight, lengths: Mapping[Tensor, int], whole: bool) -> int:
-    """Return the bytes that a weight takes in a shared allocation.
+    """Return the bytes that a compressed weight takes in a shared allocation.
 
-    Count all coded tensors of the weight if they lie in one allocation. Also count all if they are
-    to lie next to each other (`whole`) and the codec allows it. Otherwise count only the lists
-    (tensors of irregular length).
+    Count all tensors that encode the weight if they already lie in one allocation. Also count all
+    if they are to lie next to each other (`whole`) and the codec allows it. Otherwise count only
+    the lists (tensors of irregular length).
     """
     if _is_whole(weight, whole):
         return 4 * _words(weight, lengths)
@@ -137,11 +139,11 @@ def _move(group: Sequence[CodedWeight], lengths: Mapping[Tensor, int], whole: bo
 
 
 def _place(slab: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """Return `length` elements of a shared allocation, starting at a byte offset.
+    """Return `length` elements of the shared allocation `slab`, from the byte offset `start` on.
 
-    The elements are for one weight: for a list (tensor of irregular length), or for all coded
-    tensors. Autograd treats the result as separate memory: a write to one weight's list does not
-    count as a write to another weight's list.
+    The elements belong to one compressed weight. They will contain one of its lists (tensors of
+    irregular length), or all tensors that encode the weight. Autograd treats the result as separate
+    memory: a write to one weight's list does not count as a write to another weight's list.
     """
     place = torch.empty(0, dtype=dtype, device=slab.device)
     return place.set_(slab.untyped_storage(), start // dtype.itemsize, (length,), (1,))

@@ -1,5 +1,5 @@
 """CodedWeight: a tensor subclass that has the shape and dtype of a weight, but stores only the
-weight's codes.
+weight's codes (its compressed form).
 
 An operation without special support first decodes the weight. A linear layer calls
 `memeff::coded_weight_linear`, which saves no decoded weight for the backward pass. In-place writes
@@ -43,8 +43,8 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A compressed weight's new value, until it is known whether the new codes fit into the memory
-    of the old codes.
+    """A compressed weight's new value, until it is known whether its codes (compressed form) fit
+    into the memory of the old codes.
 
     The method `settle` waits for the GPU. If the codes do not fit, `settle` encodes the value again
     into newly allocated tensors. `settle` reads the value from the spill buffer (memory for values
@@ -53,8 +53,8 @@ class Unsettled:
     """
 
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
-        """Record that the weight's coded tensors are about to be overwritten with the codes of
-        `value`, the weight's new dense value.
+        """Record that the codes of `value` are about to overwrite the tensors that encode the
+        weight. `value` is the weight's new dense value.
 
         From then on, all code must call `settle` before it reads the weight. `settle` waits until
         the new codes are complete.
@@ -85,12 +85,17 @@ class Unsettled:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether `settle` has finished: the weight's codes then contain the new value."""
+        """Return whether `settle` has finished.
+
+        `settle` waits until the compressed weight contains its new value, the argument `value` of
+        `__init__`.
+        """
         return self._kept is None
 
     def settle(self) -> None:
-        """Wait until the GPU has encoded the weight's new value. If the new codes did not fit into
-        the memory of the old codes, encode the value again into newly allocated tensors."""
+        """Wait until the GPU has encoded the compressed weight's new value. If the new codes did
+        not fit into the memory of the old codes, encode the value again into newly allocated
+        tensors."""
         with self._lock:
             kept = self._kept
             if kept is None:
@@ -106,25 +111,28 @@ class Unsettled:
 
 
 class UnsettledTogether:
-    """New values of several compressed weights, until it is known whether their codes fit into the
-    memory of the old codes.
+    """Several compressed weights that are updated and encoded together.
 
-    The method `encode` updates and encodes these weights together. Each weight's coded tensors lie
-    in one allocation. The class `Unsettled` is for a single weight.
+    This object is needed until it is known whether the new codes (compressed form) fit into the
+    memory of the old codes. The method `add` collects the weights and their gradients. This object
+    keeps the gradients until `encode` is called. `encode` computes the weights' new values from the
+    gradients, and encodes these values. All tensors that encode a weight lie in one allocation. The
+    class `Unsettled` is for a single weight.
 
-    This object keeps the weights' gradients until `encode` is called. All code must call `settle`
-    before it reads one of the weights. All these gradients were added while the same CUDA stream
-    was current. The kernels that `encode` launches run on that stream, even if its caller uses
-    another stream.
+    All code must call `settle` before it reads one of the weights. All gradients were added while
+    the same CUDA stream was current. The kernels that `encode` launches run on that stream, even if
+    its caller uses another stream.
     """
 
     is_settled = False
 
     def __init__(self, by: codecs.Step, like: Tensor, encode_now: Callable[[], None]) -> None:
-        """Collect weights that one optimizer step updates, as long as their gradients have the same
-        stream and device as the tensor `like`.
+        """Collect compressed weights that one optimizer step updates.
 
-        The function `encode_now` updates and encodes the collected weights.
+        Their gradients must have the same stream and device as the tensor `like`.
+
+        The function `encode_now` updates and encodes the collected weights. `settle` calls this
+        function if the weights have not been updated yet.
         """
         self._by, self._stream, self._encode_now = by, stream_of(like), encode_now
         self.weights: list[CodedWeight] = []
@@ -136,8 +144,11 @@ class UnsettledTogether:
         self._lock = threading.RLock()
 
     def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
-        """Return whether a weight with the given gradient and optimizer step can join the weights
-        that are updated together."""
+        """Return whether `add` may add a weight with the given gradient and optimizer step.
+
+        `encode` updates at most `pieces.MOST_TOGETHER` weights together. All of them must have the
+        same optimizer step. The same CUDA stream must be current when their gradients are added.
+        """
         has_room = len(self.counts) < pieces.MOST_TOGETHER
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
@@ -153,12 +164,15 @@ class UnsettledTogether:
         weight.unsettled = self
 
     def encode(self, refuge: Tensor) -> None:
-        """Update and encode the collected weights.
+        """Apply the optimizer step to the compressed weights that `add` has collected, and encode
+        the new values.
 
         A weight's new codes may not fit into the memory of its old codes. The GPU then writes the
         new value to the spill buffer `refuge`.
 
-        Raise CodedWeightError if memory runs out before the update; the weights are then unchanged.
+        If memory runs out before the update, PyTorch's error is raised, and the weights are
+        unchanged. If memory runs out after the update, CodedWeightError is raised. The new values
+        are then kept dense, and are encoded when a weight is next read.
         """
         with self._lock, on_stream(self._stream):
             held = [cast("Tensor", weight.piece) for weight in self.weights]
@@ -177,11 +191,12 @@ class UnsettledTogether:
             self._gradients = []
 
     def settle(self) -> None:
-        """Wait until the GPU has encoded the new values of the collected weights. If new codes did
-        not fit into the memory of a weight's old codes, encode this weight again.
+        """Wait until the GPU has encoded the new values of the compressed weights that `add` has
+        collected. If a weight's new codes did not fit into the memory of its old codes, encode this
+        weight again.
 
-        If the weights have not been updated yet, `settle` first calls the constructor's argument
-        `encode_now`. This function updates and encodes the weights.
+        If the weights have not been updated yet, `settle` first calls `encode_now`, the
+        constructor's argument. `encode_now` updates and encodes the weights.
         """
         if not self._moved:
             self._encode_now()  # without our lock: it takes another one first
@@ -267,7 +282,7 @@ class CodedWeight(Tensor):
         # spare memory of lists that have to be allocated again
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
-        """Create the weight from the coded tensors that `op.encode` returned."""
+        """Create the compressed weight from the tensors that `op.encode` returned."""
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it
         self.codec, self.room, self.place = codec, room, parts[0].device
@@ -275,8 +290,8 @@ class CodedWeight(Tensor):
         _watch_optimizers()
 
     def _hold(self, parts: Sequence[Tensor]) -> None:
-        """Store the coded tensors, or the one allocation that contains them, as the weight's
-        memory."""
+        """Store `parts` as the weight's memory: the tensors that encode the weight, or the one
+        allocation that contains them."""
         names = parse(self.codec).parts
         self.piece = parts[0] if len(parts) == 1 < len(names) else None
         if self.piece is None:
@@ -288,7 +303,10 @@ class CodedWeight(Tensor):
 
     @property
     def parts(self) -> list[Tensor]:
-        """Return the coded tensors of the weight, in the codec's order."""
+        """Return the tensors that encode the weight, such as its codes, signs and mantissas.
+
+        `parse(codec).parts` has the names of these tensors, in the same order.
+        """
         self.settle()
         names, held = parse(self.codec).parts, vars(self)
         if self.piece is not None and names[0] not in held:
@@ -301,8 +319,8 @@ class CodedWeight(Tensor):
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors that ops take as the weight: its coded tensors, or the one allocation
-        that contains them."""
+        """Return the tensors that ops take as the compressed weight: the tensors that encode it, or
+        the one allocation that contains them."""
         if self.piece is None:
             return self.parts
         self.settle()
@@ -324,8 +342,8 @@ class CodedWeight(Tensor):
 
     @property
     def memory_number(self) -> int:
-        """Return a number that no other weight has, and that changes when one of the coded tensors
-        moves in memory.
+        """Return a number that no other weight has. The number changes when one of the tensors that
+        encode the weight moves in memory.
         """
         self.settle()
         held = vars(self)
@@ -335,7 +353,7 @@ class CodedWeight(Tensor):
 
     @property
     def coded_bytes(self) -> int:
-        """Return the bytes of all coded tensors together."""
+        """Return the compressed weight's size in bytes, summed over all tensors that encode it."""
         return sum(part.nbytes for part in self.held)
 
     def refuse_memory(self) -> NoReturn:
@@ -356,8 +374,11 @@ class CodedWeight(Tensor):
         return self.expand(self.shape).as_subclass(cls)
 
     def settle(self) -> None:
-        """If `store_soon` began to encode a new value, wait until the GPU has finished. If the new
-        codes did not fit into the memory of the old codes, encode the value again."""
+        """Complete the encoding of the weight's new value, if there is one, and wait for the GPU.
+
+        If the new codes (compressed form) did not fit into the memory of the old codes, encode the
+        value again.
+        """
         other = self.shares_with
         if self.unsettled is None and (
             other is None or (other.unsettled is None and other.shares_with is None)
@@ -368,7 +389,8 @@ class CodedWeight(Tensor):
                 owner.unsettled.settle()
 
     def _owners(self) -> list[CodedWeight]:
-        """Return the compressed weight itself, and all weights that share its coded tensors."""
+        """Return the compressed weight itself, and all weights that share the tensors that encode
+        it."""
         found: list[CodedWeight] = []
         owner: object = self
         while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
@@ -382,14 +404,15 @@ class CodedWeight(Tensor):
             return cast("Tensor", op.coded_weight_decode(self.held, self.codec, self.shape))
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
-        """Return a compressed weight of the same shape with other coded tensors."""
+        """Return the compressed weight that the tensors `parts` encode, with the same shape and
+        codec as this weight."""
         return CodedWeight(parts, self.codec, self.shape, room=self.room)
 
     @torch.no_grad()
     def store(self, value: Tensor) -> None:
         """Encode a new value of the whole weight in place.
 
-        A value of another dtype is first cast to bf16.
+        A value of another dtype is first cast to the weight's dtype.
         """
         if tuple(value.shape) != tuple(self.shape):
             raise CodedWeightError(
@@ -409,7 +432,7 @@ class CodedWeight(Tensor):
 
     def store_soon(
         self,
-        value: Tensor,  # bf16, same shape and device, without autograd history
+        value: Tensor,  # same shape, dtype and device, without autograd history
         # a spill buffer from `make_refuge`, not used for anything else until the value is
         # confirmed; without one, the value must not change until then
         refuge: Tensor | None = None,
@@ -417,10 +440,11 @@ class CodedWeight(Tensor):
     ) -> Unsettled:
         """Encode a new value of the weight in place, without waiting for the GPU's report.
 
-        The GPU reports whether the new codes fitted into the memory of the old codes. Call `settle`
-        on the result to wait for this report. If the weight is read before `settle` is called, the
-        read itself calls `settle`. Raise CodedWeightError if memory runs out while the codes are
-        written. The dense value is then kept, and encoded when the weight is next read.
+        The GPU reports whether the new codes (compressed form) fitted into the memory of the old
+        codes. Call `settle` on the result to wait for this report. If the weight is read before
+        `settle` is called, the read itself calls `settle`. Raise CodedWeightError if memory runs
+        out while the codes are written. The dense value is then kept, and encoded when the weight
+        is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)
@@ -438,8 +462,8 @@ class CodedWeight(Tensor):
         """Return whether `step`, which overwrites a gradient with the weight's new value, supports
         a given gradient.
 
-        The answer depends on the weight's codec, and on the gradient's shape, dtype, device and
-        memory layout.
+        The answer depends on the weight's codec (its compressed format), and on the gradient's
+        shape, dtype, device and memory layout.
         """
         with compat.without_torch_function():
             return gradient.shape == self.shape and op.steps(gradient, self.codec)
@@ -457,15 +481,17 @@ class CodedWeight(Tensor):
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
-        """Encode a bf16 tensor of the weight's shape into newly allocated tensors. `self.room` says
-        how much spare memory the new tensors get."""
+        """Encode `dense`, a new value of the whole weight, into newly allocated tensors.
+        `self.room` says how much spare memory the new tensors get."""
         parts = op.encode(dense, self.codec, self.room)
         self.show_all(parts if self.piece is None else [pieces.joined(parts, dense.numel())])
         self.times_anew += 1
 
     def show(self, name: str, part: Tensor) -> None:
-        """Replace one coded tensor by a tensor `part` in other memory, which contains the same
-        values or the values of a new encoding.
+        """Replace one of the tensors that encode the weight, the one called `name`, by `part`.
+
+        The tensor `part` is in other memory. `part` contains the same values, or the values of a
+        new encoding.
         """
         for owner in self._owners():
             setattr(owner, name, part)
@@ -473,9 +499,9 @@ class CodedWeight(Tensor):
                 vars(owner).pop(known, None)
 
     def show_all(self, held: Sequence[Tensor]) -> None:
-        """Replace all coded tensors of the weight by the tensors `held`.
+        """Replace all tensors that encode the weight by the tensors `held`.
 
-        `held` has one tensor for each coded tensor, or only one tensor that contains them all.
+        `held` has one tensor for each replaced tensor, or only one tensor that contains them all.
         """
         for owner in self._owners():
             owner._hold(held)
@@ -511,7 +537,8 @@ class CodedWeight(Tensor):
         return CodedWeight([inner[name] for name in names], codec, outer_size)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the coded tensors, and the attributes that other code has set on the weight."""
+        """Pickle the tensors that encode the weight, and the attributes that other code has set on
+        the weight."""
         parts = self.parts
         # A view would be written with all of its memory, and torch.save refuses memory that has
         # lists of two dtypes. Memory that processes share stays shared.
@@ -520,13 +547,13 @@ class CodedWeight(Tensor):
         return _rebuild, (type(self), parts, *self._about(), self._set_by_others())
 
     def __copy__(self) -> CodedWeight:
-        """Return another weight object that shares the same coded tensors."""
+        """Return another weight object that shares the tensors that encode this weight."""
         found = _rebuild(type(self), self.held, *self._about(), self._set_by_others())
         found.shares_with = self
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
-        """Return a weight with its own copies of the coded tensors."""
+        """Return a compressed weight with its own copies of the tensors that encode this weight."""
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         if id(self) not in memo:
@@ -631,8 +658,10 @@ class CodedWeightView(Tensor):
 
     @property
     def plain(self) -> Tensor:
-        """Return the view's decoded values as a plain tensor, which has the same memory as the
-        view."""
+        """Return the decoded values of this view of a compressed weight as a plain tensor.
+
+        The view and the plain tensor share one memory, which contains the decoded values.
+        """
         if "_plain" not in vars(self):
             with compat.on_real_tensors():
                 self._plain = self.detach()  # one object for all readers, as Dynamo's guards ask
@@ -652,12 +681,13 @@ class CodedWeightView(Tensor):
         return CodedWeightView(inner["plain"], offset)
 
     def _typed_storage(self) -> torch.TypedStorage:
-        """Return the storage of the view's decoded values. torch.multiprocessing sends this storage
-        to other processes."""
+        """Return the storage of the decoded values of this view of a compressed weight.
+        torch.multiprocessing sends this storage to other processes."""
         return cast("torch.TypedStorage", self.plain._typed_storage())
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return a copy of the values of this read-only view as a tensor of another class.
+        """Return a copy of the values of this read-only view of a compressed weight, as a tensor of
+        another class.
 
         A write to this view raises an error, but a write to a tensor of another class does not.
         With a copy, such a write cannot change the values of this view. If `cls` is `Tensor`, the
@@ -666,15 +696,20 @@ class CodedWeightView(Tensor):
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
-        """Return another view object that has the same memory as this view."""
+        """Return another view object of the compressed weight, with the same memory as this view.
+
+        The memory contains decoded values.
+        """
         return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the view's decoded values; unpickling returns a plain tensor."""
+        """Pickle the decoded values of this view of a compressed weight. Unpickling returns a plain
+        tensor."""
         return _read(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a copy of the view's decoded values as a plain tensor."""
+        """Return a plain tensor with a copy of the decoded values of this view of a compressed
+        weight."""
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         return cast("Tensor", memo.setdefault(id(self), copy.deepcopy(_read(self), memo)))
@@ -797,7 +832,7 @@ def _read(weight: CodedWeight | CodedWeightView) -> Tensor:
 
 
 def _set_data_of_view(view: CodedWeightView, new: Tensor) -> None:
-    """Assign new memory to a view; the weight that it views keeps its own memory."""
+    """Assign new memory to a view of a compressed weight. The weight keeps its own memory."""
     vars(view).pop("_plain", None)
     Tensor.data.__set__(view, new)  # type: ignore[attr-defined]
 
@@ -810,7 +845,7 @@ def _no_write(writer: str) -> Callable[..., NoReturn]:
 
 
 def _share_memory(weight: CodedWeight) -> CodedWeight:
-    """Move every coded tensor into memory that other processes can access."""
+    """Move every tensor that encodes the weight into memory that other processes can access."""
     for part in weight.held:
         part.share_memory_()
     return weight

@@ -89,10 +89,11 @@ def _windows(header_ptr):
 def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
     """Return the exponent of one weight, and the remaining bits of `second` and `third`.
 
-    `first_codes` contains the 2-bit codes of sixteen weights, and FIELD is the index of one weight.
-    `second` and `third` contain the next codes of the second and the third stream. A weight has a
-    code in `second` only if its 2-bit code is 3. The weight has a code in `third` only if both
-    earlier codes are 3.
+    The codec `tier` stores exponents as codes in three streams. `first_codes` contains the first
+    stream's 2-bit codes of sixteen weights, and FIELD is the index of one weight. `second` and
+    `third` contain the codes of the other two streams that are not decoded yet. The next code is in
+    the lowest bits. A weight has a code in `second` only if its 2-bit code is 3. The weight has a
+    code in `third` only if both earlier codes are 3.
     """
     narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
@@ -136,7 +137,7 @@ def _coded_weight_tier_decode_kernel(
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
-    """Decode one chunk of weights."""
+    """Decode one chunk (8192 weights) of a weight of the codec `tier`."""
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
@@ -214,14 +215,15 @@ def _codes(pattern, windows):
 
 @triton.jit
 def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
-    """Count the words that a chunk's codes take in the second and the third stream, and the chunk's
-    patches (uncoded elements).
+    """Count the 32-bit words that the codes of one chunk (8192 weights) take, and the chunk's
+    patches (weights stored whole).
 
-    Exponents have codes in three windows (ranges of exponents). The first stream needs no count: it
-    has one code for each weight. A weight has a code in the second stream if its exponent is
-    outside the first window. The weight has a code in the third stream if its exponent is also
-    outside the second window. A weight is stored whole, as a patch, if its exponent is nonzero and
-    in none of the three windows.
+    The codec `tier` stores exponents as codes in three streams. Each stream has a window, which is
+    a range of exponents. A weight has a code in the second stream if its exponent is outside the
+    first window. The weight has a code in the third stream if its exponent is also outside the
+    second window. The kernel counts the words of the second and of the third stream. The first
+    stream needs no count: it has one code for each weight. A weight is a patch if its exponent is
+    nonzero and in none of the three windows.
     """
     chunk = tl.program_id(0).to(tl.int64)
     windows = _windows(header_ptr)
@@ -241,9 +243,10 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of a weight, whose 16 bits are `pattern`, to earlier codes.
+    """Append the codes of a weight, whose 16 bits are `pattern`, to `made`: the codes of earlier
+    weights.
 
-    Return all codes, and the byte of sign and mantissa.
+    Return all codes, and the byte of the weight's sign and mantissa.
     """
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)
@@ -259,8 +262,8 @@ def _put(pattern, FIELD: tl.constexpr, made, windows):
 
 @triton.jit
 def _append(stream_ptr, bits, start, at, room, is_any):
-    """Set at most 64 bits in a zeroed stream. The first of them is bit `at`, counted from the
-    beginning of the word with the index `start`.
+    """Write at most 64 bits of codes to a stream that contains zeros. The first of them is bit
+    `at`, counted from the beginning of the word with the index `start`.
 
     No other thread sets the same bits, so the order of threads does not matter. Bits after
     the stream's `room` words are dropped.
@@ -287,7 +290,11 @@ def _coded_weight_tier_encode_kernel(
     second_room,  # words of the streams
     third_room,
 ):
-    """Write the codes, signs and mantissas of one chunk of weights."""
+    """Write the exponent codes, the signs and the mantissas of one chunk (8192 weights).
+
+    The codec `tier` has three streams of codes: `first_ptr`, `second_ptr` and `third_ptr`. Signs
+    and mantissas go to `signs_ptr`.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
     windows = _windows(header_ptr)

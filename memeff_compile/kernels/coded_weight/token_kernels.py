@@ -7,8 +7,8 @@ weight's 7 mantissa bits. The kernel decodes the codes to fp16 numbers.
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
 4-bit exponent code and at most 3 mantissa bits is an fp16 number. So one instruction assembles the
 bits of four weights, and another instruction turns the bits of two weights into fp16 numbers. The
-kernel multiplies the sum of products over each group by the group's normaliser (scale), instead of
-multiplying each weight by the normaliser.
+weights of a group, which are 256 neighbours in a row, share a normaliser (scale). The kernel
+multiplies the group's sum of products by the normaliser, instead of each weight.
 
 The kernel divides x by a power of two and then converts x to fp16. After the division, the largest
 number in x is just below 2^15. Numbers in x that are smaller than 2^-29 times the largest number
@@ -17,9 +17,9 @@ multiplies 16 rows by 8 columns; all 8 columns are the same token.
 
 The columns of the weight are the dimension K of the sum. The kernel may permute them, if it
 permutes x in the same way. Word w of a group of 256 columns contains the eight columns
-`128 i + 64 o + 2 w + h`, with i, o and h each 0 or 1. The tensor core gets four operands, numbered
-`2 o + h`. From every word w, operand `2 o + h` takes two columns: `64 o + 2 w + h` and
-`128 + 64 o + 2 w + h`.
+`128 i + 64 o + 2 w + h`, with i, o and h each 0 or 1. The kernel multiplies a group in four calls
+of `mma_v2`. So the tensor core gets four operands of weights, numbered `2 o + h`. From every word
+w, operand `2 o + h` takes two columns: `64 o + 2 w + h` and `128 + 64 o + 2 w + h`.
 
 Variable names have the same meaning as in `matrix_kernels`.
 """
@@ -56,7 +56,10 @@ def _bytes_of(high, low, FIRST: gl.constexpr):
 
 @gluon.jit
 def _high_byte(high, FIRST: gl.constexpr):
-    """Return two fp16 numbers in one 32-bit word; the low byte of each number is zero."""
+    """Return two fp16 numbers in one 32-bit word: their high bytes come from `high`, and their low
+    bytes are zero. If FIRST is set, the function uses the bytes 0 and 1 of `high`, otherwise the
+    bytes 2 and 3.
+    """
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, 0, 0x1404;" if FIRST else "prmt.b32 $0, $1, 0, 0x3424;",
         "=r,r",
@@ -69,8 +72,8 @@ def _high_byte(high, FIRST: gl.constexpr):
 
 @gluon.jit
 def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of weights for some rows: codes, sign and mantissa fields, and normalisers
-    (scales)."""
+    """Load one group of 256 weights of each of some rows: codes, sign and mantissa fields, and
+    normalisers (scales)."""
     codes_at, fields_at, norms_at, its_group = at
     if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
@@ -85,8 +88,9 @@ def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _numbers(codes, fields, FIELD: gl.constexpr):
-    """Decode eight weights to four 32-bit words of two fp16 numbers each. The words belong to the
-    tensor core's four operands, numbered 0 to 3.
+    """Decode eight weights to four 32-bit words of two fp16 numbers each.
+
+    The caller multiplies in four calls of `mma_v2`. Word i belongs to the weight operand of call i.
 
     `codes` contains the weights' 4-bit exponent codes. `fields` contains the weights' signs and
     mantissas, in FIELD bits per weight.
@@ -124,9 +128,10 @@ def _numbers(codes, fields, FIELD: gl.constexpr):
 
 @gluon.jit
 def _operand(pair, layout: gl.constexpr):
-    """Reinterpret words as fp16 numbers along K, in the layout of a tensor-core operand.
+    """Reinterpret 32-bit words as fp16 numbers, in the layout of a tensor-core operand.
 
-    No data moves between registers.
+    Each word of `pair` contains two numbers, which become neighbours along K (the columns of the
+    weight). No data moves between registers.
     """
     low = pair.to(gl.int16).to(gl.float16, bitcast=True)
     high = (pair >> 16).to(gl.int16).to(gl.float16, bitcast=True)
@@ -249,7 +254,11 @@ def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constex
 
 @gluon.jit
 def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
-    """Multiply one token (row of x) by one lossy weight matrix of the codec win4."""
+    """Multiply one token (row of x) by one weight matrix compressed with a lossy mode of win4.
+
+    The codec win4 stores the exponent of a weight as a 4-bit code. `groups` is the number of groups
+    of 256 weights in a row. `C` contains compile-time constants.
+    """
     token_tile(gl.program_id(0), x_ptr, weight, groups, C.TILE, C)
 
 
@@ -257,7 +266,8 @@ def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
 def _coded_weight_token_win4_several_kernel(
     x_ptr, weight_0, weight_1, weight_2, groups, C: gl.constexpr
 ):
-    """Multiply one token (row of x) by 2 or 3 weight matrices with equal numbers of columns.
+    """Multiply one token (row of x) by 2 or 3 compressed weight matrices with equal numbers of
+    columns.
 
     Each product is summed in the same order as in a separate call.
     """

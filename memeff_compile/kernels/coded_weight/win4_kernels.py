@@ -38,10 +38,10 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of two neighbouring weights, shifted to their bit positions. Code 0
-    gives exponent 0.
+    """Return the exponents of pair number PAIR of the weights in a word of codes.
 
-    The caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
+    The exponents are at their bit positions in two bf16 numbers. Code 0 gives exponent 0. The
+    caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
     """
     code = (codes >> (4 * PAIR)) & 0x000F000F
     is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
@@ -77,7 +77,7 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Decode weights of a lossless codec in registers, eight per word of codes."""
+    """Decode losslessly compressed weights, eight per 32-bit word of codes, and store them."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -121,7 +121,7 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode lossy weights, eight per word of codes.
+    """Decode lossily compressed weights, eight per 32-bit word of codes, and store them.
 
     `row_kernels` explains the power of two that scales the codes.
     """
@@ -164,10 +164,10 @@ def _coded(pattern, base):
 
 @triton.jit
 def _coded_pair(pair, base, PAIR: tl.constexpr):
-    """Return the codes of a pair of weights at their bit positions in a word, and their bytes of
-    sign and mantissa.
+    """Return the 4-bit exponent codes of a pair of weights, and their bytes of sign and mantissa.
 
-    Also return the number of patches (uncoded elements) in the pair.
+    The codes are already at their positions in a word, which contains the codes of four pairs. PAIR
+    is the number of the pair. Also return the number of patches (uncoded elements) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -187,14 +187,15 @@ def encode_chunk(
     C: tl.constexpr,
     # STEP: the parts hold the weight before a step along the gradient
 ):
-    """Write the codes, signs and mantissas of one chunk of weights. Also write the number of the
-    chunk's patches (uncoded elements), and which groups of weights have patches.
+    """Write the exponent codes, signs and mantissas of one chunk (8192 weights). Also write the
+    number of the chunk's patches (uncoded elements), and which groups of weights have patches.
 
-    With an optimizer step, each weight is decoded, updated and encoded in registers, so memory is
-    read and written once. The kernel first overwrites the whole gradient of the chunk with updated
-    weights. Elements that were patches (uncoded) before the step get wrong numbers at first. If the
-    chunk had such patches, the kernel then overwrites the wrong numbers with the updated patches.
-    Only in this case does the kernel read the chunk's updated weights again before it encodes them.
+    With an optimizer step, each weight is decoded, updated and encoded in registers. The kernel
+    first overwrites the whole gradient of the chunk with updated weights. Elements that were
+    patches before the step get wrong numbers at first. If the chunk had patches before the step,
+    the kernel then overwrites the wrong numbers with the updated patches. Only in this case does
+    the kernel load the chunk's updated weights back from memory, before it encodes them. Otherwise,
+    memory is read and written once.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     base = tl.load(header_ptr)
@@ -249,7 +250,11 @@ def _coded_weight_win4_encode_kernel(
     decay,
     C: tl.constexpr,
 ):
-    """Encode a weight, or update and encode it, with `encode_chunk`."""
+    """Encode one chunk (8192 elements) of a weight, as `encode_chunk` does.
+
+    If C.STEP is set, first apply an optimizer step to the chunk. `rate` is the negative learning
+    rate, and `decay` is the weight decay.
+    """
     parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     encode_chunk(chunk, chunks, weight_ptr, parts, counts_ptr, rate, decay, C)
@@ -269,14 +274,15 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches (uncoded elements) in order, and the index at which each chunk's
-    patches start.
+    """Write the patches (uncoded elements) of some chunks of a weight in order, and the index at
+    which each chunk's patches start.
 
-    The kernel drops patches (uncoded elements) that do not fit into their lists. If patches are
-    dropped, the weight is also written to the spill buffer (memory for weights whose codes do not
-    fit into their existing tensors). The start indices then stay inside the lists, so that decoding
-    reads no other memory. Without a spill buffer, the last start index is the length that the lists
-    of patches need.
+    A chunk has 8192 elements. The kernel drops patches that do not fit into their lists. If patches
+    are dropped and there is a spill buffer, the weight is also written to the spill buffer. A spill
+    buffer is memory for weights whose codes do not fit into their existing tensors. With a spill
+    buffer, the start indices never exceed the length of the lists, so that decoding reads no other
+    memory. Without a spill buffer, the last start index is the length that the lists of patches
+    need.
     """
     starts_ptr, places_ptr, values_ptr = lists
     heading_ptr, number, refuge_ptr = refuge
@@ -332,8 +338,11 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write a weight's patches (uncoded elements), and the start of each chunk's patches, with
-    `list_chunks`."""
+    """Write a weight's patches (uncoded elements) to its lists, and the index at which each chunk's
+    patches start.
+
+    A chunk has 8192 elements. Each program calls `list_chunks` for some of the chunks.
+    """
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)
     program = tl.program_id(0)
@@ -375,7 +384,8 @@ def _coded_weight_win4_sum_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the partial sums over blocks of columns, and round the results."""
+    """Add up the partial sums of a product, each over a block of the weight's columns, and round
+    the results."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -395,7 +405,7 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of columns of x twice: in the order that the kernel
+    """Write one group of 256 columns of x twice: in the order that the kernel
     `_coded_weight_matrix_win4_wide_kernel` reads, and transposed.
     """
     group = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The reference implementation in plain PyTorch.
+"""The reference implementation, in plain PyTorch, of an embedding table's gradient.
 
 The implementation sorts the ids, sums the gradient rows of each id, and adds each sum to a row of
 the table's gradient. This implementation works on any device, never waits for a GPU, and always
@@ -54,6 +54,8 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
 
 
 def columns(tokens: int, itemsize: int) -> int:
-    """Return how many columns the implementation sums at a time, such as 512 for 1024 tokens in
-    fp32."""
+    """Return how many columns of the gradient rows `accumulate` sums at a time.
+
+    For 1024 tokens summed in fp32, the number is 512.
+    """
     return max(MIN_COLUMNS, PIECE_BYTES // (PIECES * itemsize * max(tokens, 1)))
