@@ -145,8 +145,8 @@ class Ranks(NamedTuple):
     gather: Callable[[Tensor], Tensor]  # (2, R), log-sum-exps and losses, to (P * 2, R)
 
     def meet(self, lse: Tensor, nll: Tensor, owner: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Exchange the statistics of a block of rows with the other ranks, and return the
-        log-sum-exps and losses over all classes."""
+        """Exchange log-sum-exps and losses of a block of rows (tokens) with the other ranks, and
+        return the log-sum-exps and losses over all classes."""
         own = lse.new_zeros(2, rows)
         own[0, : lse.shape[0]], own[1, : lse.shape[0]] = lse, nll
         every = self.gather(own).view(self.ranks, 2, rows)[..., : lse.shape[0]]
