@@ -179,8 +179,8 @@ def is_faster_in_one_walk(has_kernels: bool) -> bool:
     (tokens) than in two loops.
 
     Two loops are a forward pass and a backward pass. `has_kernels` says whether an implementation
-    with Triton kernels computes the loss. One loop takes three matrix products, two loops take four.
-    On an H200, one loop took 46.0 ms and two loops took 60.9 ms
+    with Triton kernels computes the loss. One loop takes three matrix products, two loops
+    take four. On an H200, one loop took 46.0 ms and two loops took 60.9 ms
     (`nvidia-h200/gradients-in-forward.jsonl`). The call had 8192 rows, a hidden size of 2304 and
     256000 classes. For the implementation `reference`, in plain PyTorch, the speed was not
     measured.
@@ -306,8 +306,9 @@ def backward(
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute a scalar loss and its gradients in one loop over blocks of rows.
 
-    `engine` contains the loops of an implementation, such as the module `hopper`. If ranks split
-    the classes, each block also has a step `meet`, which exchanges the rows' log-sum-exps and losses.
+    A row is a token. `engine` contains the loops of an implementation, such as the module `hopper`.
+    If ranks split the classes, each block also has a step `meet`. In this step, ranks exchange the
+    log-sum-exps and losses of the block's rows.
     """
     with on_device(given.hidden):
         walk = engine.total(given)
@@ -415,9 +416,10 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchange `lse` and `nll` with the other ranks, block by block, in the row order `order`.
+    """Exchange the rows' log-sum-exps and losses with the other ranks, block by block.
 
-    Return the log-sum-exps and losses over all classes."""
+    `lse` and `nll` are over this rank's classes. `order` is the order of the rows. Return the
+    log-sum-exps and losses over all classes."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
