@@ -134,9 +134,9 @@ def bytes_after(
     a CPU, the bound also adds the copies of the rows that are not ignored. `how` contains the
     fields of `How`, such as the dtype and the implementation.
 
-    `pieces` contains the bytes of the blocks of logits and the classes of one block. By default,
-    `piece_sizes` computes these two numbers. The caller may pass symbols instead, so that the
-    formula is short.
+    `pieces` contains the bytes of the blocks of logits, and the number of classes in a block. By
+    default, `piece_sizes` computes these two numbers. The caller may pass symbols instead, so that
+    the formula is short.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given

@@ -190,9 +190,10 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
     """Return how many rows (tokens) a block has, for an output projection with a LoRA adapter.
 
-    The loss op computes the logits of one block of rows at a time. A block needs memory for fp32
-    products and, for 16-bit inputs, for the logits' gradient G. By default, a block takes three
-    sixteenths of the bytes that all logits would take in the weight's dtype, up to 544 MiB.
+    For a scalar loss with a frozen weight, the op computes the logits of one block of rows at a
+    time. A block needs memory for fp32 products and, for 16-bit inputs, for the logits' gradient G.
+    By default, a block takes three sixteenths of the bytes that all logits would take in the
+    weight's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(3, 16) * itemsize * n * vocab
@@ -413,10 +414,10 @@ def hopper_rows(
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
 ) -> int:
-    """Return how many rows (tokens) a block has in a loop of the implementation `hopper`.
+    """Return how many rows (tokens) a block has if `hopper` computes gradients by blocks of rows.
 
-    The number is a multiple of `shapes.rows`, the rows of one tile of logits. All blocks have about
-    the same number of rows.
+    `hopper` is an implementation of the fused loss. The number is a multiple of `shapes.rows`, the
+    rows of one tile of logits. All blocks have about the same number of rows.
 
     A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a

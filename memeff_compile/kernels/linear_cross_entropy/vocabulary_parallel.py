@@ -228,7 +228,7 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments with which this rank computes a scalar loss over its own classes.
+    """Return this rank's arguments for a scalar loss over the classes of all ranks.
 
     `whole` contains the arguments of the loss op, with targets among the classes of all ranks. In
     the result, a target of this rank is a column of this rank's logits. A target of another rank is

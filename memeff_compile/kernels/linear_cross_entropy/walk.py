@@ -206,8 +206,8 @@ def makes_gradients_in_forward(
     - the gradient filter `published`, which drops small gradients as in the Cut Cross-Entropy
       paper;
     - a gradient filter only for the hidden states or only for the weight;
-    - a `workspace` from 1 byte to 8 MiB, the caller's limit of temporary memory. This setting needs
-      a second loop only if no gradient filter drops classes.
+    - a limit of temporary memory (`workspace`) from 1 byte to 8 MiB. This setting needs a second
+      loop only if no gradient filter drops classes.
 
     For fp16, the result is false, because the range of fp16 is too small for gradients that are
     scaled afterwards.
@@ -418,8 +418,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Exchange the rows' log-sum-exps and losses with the other ranks, block by block.
 
-    `lse` and `nll` are over this rank's classes. `order` is the order of the rows. Return the
-    log-sum-exps and losses over all classes."""
+    `lse` and `nll` are over this rank's classes. The blocks contain the rows in the order `order`,
+    which is the same on all ranks. Return the log-sum-exps and losses over all classes."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))
