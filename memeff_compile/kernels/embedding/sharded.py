@@ -24,8 +24,8 @@ from ... import compat
 
 
 class Layout(NamedTuple):
-    """The DTensor placements of a lookup's result, and how the table's rows and the ids are split
-    over ranks."""
+    """The DTensor placements of an embedding lookup's result, and how the table's rows and the ids
+    are split over ranks."""
 
     placements: tuple[Any, ...]  # of the rows
     summed: int | None  # the dimension of the mesh whose ranks have other ids, if there is one
@@ -33,10 +33,11 @@ class Layout(NamedTuple):
 
 
 def layout_of(table: Any, ids: Any) -> Layout | None:
-    """Return the layout of a lookup's result, which is the same on all ranks.
+    """Return how the result of an embedding lookup is laid out over the ranks.
 
-    Return None if DTensor would first send ids or rows of the table between ranks. The table is a
-    DTensor. The ids are a DTensor, or a plain tensor that is equal on all ranks.
+    All ranks get the same layout. Return None if DTensor would first send ids or rows of the
+    embedding table between ranks. The table is a DTensor. The ids are a DTensor, or a plain tensor
+    that is equal on all ranks.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

@@ -128,10 +128,10 @@ def _embedding_sorted_rows_borders_kernel(
 
 
 def block_for(depth: int, largest: int) -> int:
-    """Return how many columns of the embedding's gradient a program processes.
+    """Return how many columns a program's block of the embedding's gradient has.
 
-    `depth` is the number of columns of the gradient. `largest` is the most columns that a program
-    may process. If `largest` is 1024, the result is 128 for a `depth` of 64, and 1024 for a `depth`
-    of 2304.
+    `depth` is the number of columns of the gradient. The result is `depth`, rounded up to a power
+    of two, but at least 128 and at most `largest`. The program masks columns after the gradient's
+    last column. For a `depth` of 64, the block has 128 columns.
     """
     return min(largest, max(128, 1 << (depth - 1).bit_length()))

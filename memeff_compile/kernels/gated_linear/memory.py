@@ -14,20 +14,22 @@ from ..sizes import Size
 
 
 def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of a gated MLP's (N, I) tensors in the backward pass without the op.
+    """Return the bytes of a gated MLP's backward pass without the op `memeff::gated_linear`.
 
-    The op is `memeff::gated_linear`. Without the op, Inductor's fused kernel reads three tensors:
-    gate, up and the gradient of the product act(gate) * up. The kernel writes three further
-    tensors: the product and the gradients of gate and up.
+    The formula counts only tensors of size (N, I): N tokens by the intermediate size I. Without the
+    op, Inductor's fused kernel reads three tensors: gate, up and the gradient of the product
+    act(gate) * up. The kernel writes three further tensors: the product and the gradients of gate
+    and up.
     """
     return 6 * transient_bytes(tokens, inner, dtype=dtype)
 
 
 def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
-    """Return the bytes of a gated MLP's (N, I) tensors in the backward pass with the op.
+    """Return the bytes of a gated MLP's backward pass with the op `memeff::gated_linear`.
 
-    The backward kernel of `memeff::gated_linear` reads three buffers: gate, up and the gradient of
-    the product act(gate) * up. The kernel overwrites these buffers with its results.
+    The formula counts only tensors of size (N, I): N tokens by the intermediate size I. The op's
+    backward kernel reads three buffers: gate, up and the gradient of the product act(gate) * up.
+    The kernel overwrites these buffers with its results.
     """
     return 3 * transient_bytes(tokens, inner, dtype=dtype)
 

@@ -43,11 +43,12 @@ class Shapes:
 
 
 def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
-    """Return the tile's sizes, given the head dimension, element size, rows per tile and GPU.
+    """Return the attention kernel's keys per tile, warps and pipeline stages.
 
-    A pipeline stage is one tile of keys and one tile of values in shared memory. One program fills
-    a multiprocessor's shared memory with its pipeline stages. On an H200 that is 3 to 8 % faster
-    than three smaller programs.
+    `depth` is the head dimension, and `itemsize` the bytes of an element. `rows` is the number of
+    query rows in a tile of queries. A pipeline stage is one tile of keys and one tile of values in
+    shared memory. One program fills a multiprocessor's shared memory with its pipeline stages. On
+    an H200, one such program is 3 to 8 % faster than three smaller programs.
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
         return Shapes(16, 8 if depth <= 128 else 4, 2)
@@ -81,7 +82,10 @@ def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) 
 
 
 def rows_for(rows: int, itemsize: int) -> int:
-    """Return how many rows a tile has, given the number of query rows per key-value head."""
+    """Return how many query rows a tile of queries has.
+
+    `rows` is the number of query rows per key-value head, and `itemsize` the bytes of an element.
+    """
     most = MAX_ROWS if itemsize <= 2 else MIN_ROWS
     return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))  # (100, 2): 32
 

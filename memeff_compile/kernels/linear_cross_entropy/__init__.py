@@ -2,8 +2,9 @@
 
 As in Cut Cross-Entropy (arXiv 2411.09009, table 1), the op computes a language model's loss from
 hidden states and the output projection's weight. This folder contains the op
-memeff::linear_cross_entropy, its implementations, and the formulas for its memory. For each row of
-the hidden states, the op returns five numbers:
+memeff::linear_cross_entropy, its implementations, and the formulas for its memory. A row of the
+hidden states is a token, with logits z and a label `target`. For each row, the op returns five
+numbers:
 
 - `nll`: logsumexp(z) - z[target];
 - `lse`: logsumexp(z), for a z-loss;
@@ -12,15 +13,16 @@ the hidden states, the op returns five numbers:
 - `entropy`: -sum_j p_j log p_j with p = softmax(z);
 - `top`: the index of the largest z_j, or the first of these indices if several z_j are largest.
 
-Here z is softcap * tanh(scale * (hidden @ weight.T + low @ up.T + bias) / softcap). All five
-results but `top` are differentiable once. The arguments low (..., R) and up (V, R) are a low-rank
-term of the projection. For a LoRA adapter with matrices A and B, low is h A^T times the adapter's
-scale, and up is B. The op never stores the whole N x V sum of hidden @ weight.T and low @ up.T in
-memory. Nor does the op copy the projection's weight. PEFT keeps adapters in fp32, while the weight
-may have 16 bits. If low and up are fp32 and the weight has 16 bits, the products with low and up
-are computed in fp32. The gradients of low and up are then computed from unrounded fp32 gradients of
-the logits. Outside of this op, ordinary PyTorch ops on N numbers (one per row) shift the labels,
-apply the targets' class weights, and compute the losses' mean or sum.
+The logits z of a row are softcap * tanh(u / softcap), or u without a softcap. Here, u is scale *
+(hidden @ weight.T + low @ up.T + bias). All five results but `top` are differentiable once. The
+arguments low (..., R) and up (V, R) are a low-rank term of the projection. For a LoRA adapter with
+matrices A and B, low is h A^T times the adapter's scale, and up is B. Here, h is the hidden states.
+The op never stores the whole N x V sum of hidden @ weight.T and low @ up.T in memory. Nor does the
+op copy the projection's weight. PEFT keeps adapters in fp32, while the weight may have 16 bits. If
+low and up are fp32 and the weight has 16 bits, the products with low and up are computed in fp32.
+The gradients of low and up are then computed from unrounded fp32 gradients of the logits. Outside
+of this op, ordinary PyTorch ops on N numbers (one per row) shift the labels, apply the targets'
+class weights, and compute the losses' mean or sum.
 
 The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
 `hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,

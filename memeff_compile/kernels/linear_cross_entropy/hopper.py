@@ -2,9 +2,9 @@
 of compute capability 9.0.
 
 Below, E is the hidden states (N x D) and C the weight (V x D). Their gradients are dE and dC, and
-rows are tokens. The forward pass reduces each tile of logits to a maximum and a sum per row, and
-merges these numbers in a fixed order. The tile that contains a row's target also stores the
-target's logit. No other logit is written to memory.
+rows are tokens. The forward pass reduces each tile of logits to a maximum and a sum of exponentials
+per row, and merges these numbers in a fixed order. The tile that contains a row's target also
+stores the target's logit. No other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
@@ -23,8 +23,9 @@ A scalar loss takes three matrix products for each block of rows. The first prod
 X, which contains the softmax probabilities up to one factor per row. X is in 16 bits and takes 2RV
 bytes for R rows and V classes. The same product computes the rows' statistics in fp32. From a row's
 log-sum-exp, the kernels later compute the row's factor. The products that compute dE and dC
-multiply X by operands that contain this factor. If a kernel finds a row whose logits are far from
-the expected range, all logits of the row's block are computed again.
+multiply X by operands that contain this factor. X contains exponentials of the logits minus a
+number per row, usually the logit of the row's target. If a row's largest logit is far from this
+number, that logit replaces the number. All logits of the block of rows are then computed again.
 
 The GPU permutes the rows so that all products leave out the ignored rows. The CPU never waits for
 the GPU or reads a value from it. This implementation needs bf16 or fp16 (blocks of rows need bf16),
@@ -91,7 +92,8 @@ from .shapes import (
 
 
 class Forward(Statistics):
-    """The forward pass over all rows: it computes statistics per tile of logits and merges them."""
+    """The forward pass over all rows (tokens): for each tile of logits, it computes statistics such
+    as maxima, and merges them."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given = given._replace(
@@ -199,7 +201,7 @@ class _Gradient:
 
 
 class BackwardByClasses(Differentiating):
-    """The backward pass by blocks of classes.
+    """The fused loss's backward pass by blocks of classes.
 
     Each block completes its rows of the weight's gradient (dC). Each block also adds its
     contribution to the hidden states' gradient (dE) in fp32."""
@@ -397,16 +399,17 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Compute one block's parts of the gradients from X, and add them to the gradients.
+        """Compute the gradients that one block of rows (tokens) contributes, from its matrix X.
 
-        X is the logits' gradient up to a factor per row.
+        X is the logits' gradient up to a factor per row. The method writes the block's rows of the
+        hidden states' gradient. For the weight and the bias, the method adds to the gradients of
+        earlier blocks.
 
         For the hidden states' gradient (dE), X is multiplied by the weight. For the weight's
         gradient (dC), X is multiplied by the matrix `factor`. The rows of `factor` are the block's
         hidden states, each multiplied by its row's factor. Rows of `factor` after the block's last
-        row are zero or do not exist. For these products, the method uses a Gluon
-        kernel if the installed Triton version has Gluon. Otherwise the method uses a kernel in
-        plain Triton.
+        row are zero or do not exist. For these products, the method uses a Gluon kernel if the
+        installed Triton version has Gluon. Otherwise the method uses a kernel in plain Triton.
         """
         if self.grad_hidden is not None or self.grad_weight is not None:
             self._multiply(block, factor)
@@ -464,7 +467,7 @@ class ByRows(RowWalk):
 
 
 class BackwardByRows(ByRows):
-    """The backward pass by blocks of rows.
+    """The fused loss's backward pass by blocks of rows (tokens).
 
     A `ByRows` loop computes a matrix X that is the logits' gradient G up to a factor per row. Here,
     X is G itself, so each factor is 1.
@@ -503,8 +506,10 @@ class BackwardByRows(ByRows):
 class Total(ByRows, Statistics):
     """The computation of a scalar loss and its gradients.
 
-    The logits of a block of rows are computed once, or twice if a row's logits are far from the
-    expected range."""
+    The logits of a block of rows (tokens) are usually computed once. Before the exponential, a
+    number per row is subtracted from the logits, usually the target's logit. If a row's largest
+    logit is far from this number, that logit replaces the number. All logits of the block are then
+    computed again."""
 
     def __init__(self, given: ScalarLoss) -> None:
         self.given, self.ranks = given, given.ranks
@@ -580,8 +585,11 @@ class Total(ByRows, Statistics):
         )
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Exchange the statistics of some rows with other ranks, and compute these rows' losses
-        from the statistics of all ranks."""
+        """Exchange the statistics of a block's rows (tokens) with other ranks, and compute the
+        rows' losses from the statistics of all ranks.
+
+        The statistics of a row are its log-sum-exp and its loss over the classes of one rank. If
+        another rank has the target's class, the rank sends the loss 0."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
@@ -654,9 +662,9 @@ def add_columns(
 
 
 def _is_plain(bias: Tensor | None, settings: Settings) -> bool:
-    """Return whether a loss has no bias, no softcap and no sums of logits.
+    """Return whether a loss has no bias and no softcap, and returns no sum of each row's logits.
 
-    With a bias, a softcap or sums, tiles of the logits' gradient G have fewer columns, because
-    these terms need registers.
+    With a bias, a softcap or the sum of logits, tiles of the logits' gradient G have fewer columns.
+    These three terms need registers.
     """
     return bias is None and not (settings.softcap or settings.with_logit_sum)

@@ -17,13 +17,13 @@ At first, base_i is the logit of row i's target class, which a separate kernel c
 other logits. If another rank has the target class, base_i is the logit of another class. So a
 kernel can write X, the logits' gradient up to a factor per row, before the row's log-sum-exp
 (lse_i) is known. If base_i is too far from the row's largest logit, that logit becomes base_i. X
-is then computed again for the row's block.
+is then computed again for all rows of the block of rows that contains row i.
 
 X lacks one factor per row. Kernels that compute gradients from X multiply row i of an operand, or
 of the result, by this factor. Let base_i be the number that was subtracted from the logits of row
 i, and lse_i the log-sum-exp of these logits. The factor of row i is exp(base_i - lse_i) times the
 derivative of the total loss with respect to the row's loss. Without a softcap, this factor of row i
-also contains the scale of the logits.
+is also multiplied by `scale`, the op's factor for all logits.
 
 When lse_i is known, a later kernel overwrites the element of X in the column of the row's target
 class. The new element is (p - 1) * exp(lse_i - base_i), where p is the target's probability. With a
@@ -119,8 +119,10 @@ def _linear_cross_entropy_hopper_statistics_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Reduce each tile of logits to a maximum and a sum per row, and store the logit of each
-    target.
+    """Reduce each tile of logits to a maximum and a sum of exponentials per row (token), and store
+    the logit of each row's target.
+
+    The exponentials are those of the logits minus the maximum.
     """
     rows_here = count_rows(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
@@ -187,7 +189,12 @@ def _linear_cross_entropy_hopper_merge_kernel(
     tiles,  # T
     C: tl.constexpr,
 ):
-    """Merge the statistics of a row's tiles, in a fixed order, into the row's results."""
+    """Merge the statistics of a row's tiles, in a fixed order, into the row's results.
+
+    A tile contains the logits of neighbouring classes. The statistics of a row in a tile include
+    the largest logit and a sum of exponentials. The results are the row's loss and log-sum-exp and,
+    if requested, its entropy and sum of logits.
+    """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < group_rows
     if C.HAS_KEPT:
@@ -661,9 +668,10 @@ def _linear_cross_entropy_hopper_ranks_kernel(
     softcap,
     C: tl.constexpr,
 ):
-    """Compute the loss of a row from the statistics that all ranks sent.
+    """Compute the loss of a row (token) from the log-sum-exps and losses that all ranks sent.
 
-    The kernel merges the statistics in the order of the ranks, so all ranks get the same loss.
+    Each rank sends the numbers of its own classes. The kernel merges the numbers in the order of
+    the ranks, so all ranks get the same loss.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)

@@ -2,7 +2,7 @@
 
 The forward pass multiplies the hidden states by the weight's rows for one strip (range) of classes
 after another. The products are fp32, even for 16-bit inputs. After each strip, a kernel merges its
-products into a running maximum and sum per row.
+products into a running maximum and a running sum of exponentials per row.
 
 The backward pass processes one block of classes after another, and computes the products of a block
 again, strip by strip. A kernel turns each strip into the logits' gradient G in the input dtype.
@@ -78,7 +78,7 @@ from .shapes import (
 
 
 class Forward(Statistics):
-    """A forward pass over blocks of classes, which keeps a few numbers per row."""
+    """A forward pass over blocks of classes, which keeps a few numbers per row (token)."""
 
     def __init__(self, given: Operands, settings: Settings) -> None:
         self.given, self.settings = _readable(given), settings
@@ -294,8 +294,9 @@ def _differentiate(
     """Write the loss's gradients with respect to the products `s` to the buffer `g`.
 
     `s` contains the products of the hidden states and a range of the weight's rows. `g` has the
-    input dtype and unit stride along columns, and may be `s` itself. `grads` are the contiguous
-    fp32 gradients of the per-row results.
+    input dtype and unit stride along columns, and may be `s` itself. `grads` contains the gradients
+    of the total loss with respect to the op's results for each row, such as the log-sum-exp. These
+    gradients are contiguous fp32 vectors.
     """
     (_, _, bias, target, column_weight, *_), (rows, width) = given, s.shape
     block = library_block(width)
@@ -322,7 +323,10 @@ def _widths(given: Operands, settings: Settings) -> Widths:
 
 
 def _readable(given: Operands) -> Operands:
-    """Return operands that kernels and cuBLAS can read; necessary copies are made once per call."""
+    """Return a call's operands in a memory layout that Triton kernels and cuBLAS can read.
+
+    Operands with other strides are copied here, once per call of the loss op.
+    """
     hidden, weight, bias, target, column_weight, low, up = given
     return Operands(
         hidden if 1 in hidden.stride() else hidden.contiguous(),

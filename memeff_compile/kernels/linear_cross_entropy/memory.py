@@ -105,8 +105,8 @@ class Pieces(NamedTuple):
     """The size of the blocks of logits that exist at one time.
 
     `bytes` is the size of these blocks. `columns` is the number of classes in a block. For 16-bit
-    inputs, the implementation `reference` copies the weight's rows of these classes to fp32. Only
-    the bound for these copies uses `columns`.
+    inputs, the implementation `reference` copies the weight's rows of these classes to fp32. The
+    upper bound `bytes_after` uses `columns` only for fp32 buffers of the copies' size.
     """
 
     bytes: sympy.Expr
@@ -132,8 +132,11 @@ def bytes_after(
     of 256 columns. For 16-bit inputs, the implementation `reference` also needs fp32 copies. The
     bound then adds the copies of the hidden states and of blocks of the weight. For `reference` on
     a CPU, the bound also adds the copies of the rows that are not ignored. `how` contains the
-    fields of `How`, such as the dtype and the implementation. `pieces` may contain symbols, for a
-    short formula, and is by default the result of `piece_sizes`.
+    fields of `How`, such as the dtype and the implementation.
+
+    `pieces` contains the bytes of the blocks of logits, and the number of classes in a block. By
+    default, `piece_sizes` computes these two numbers. The caller may pass symbols instead, so that
+    the formula is short.
     """
     n, d, given = sympy.sympify(rows), sympy.sympify(depth), How(**how)
     dtype, engine, device_type, *_, training, _ = given

@@ -1,18 +1,20 @@
 """memeff::linear_cross_entropy and related ops: schemas, validation, fake tensors, autograd.
 
-Two ops compute the loss, and the first of them has a backward op. These three ops optionally take a
-LoRA adapter of the output projection:
+Two ops compute the loss from hidden states and the output projection's weight:
 
-- `linear_cross_entropy` returns, per row: nll, lse, sum of logits, entropy, likeliest class.
+- `linear_cross_entropy` returns, per row (token): loss (nll), log-sum-exp of the logits (lse), sum
+  of logits, entropy, likeliest class.
 - `linear_cross_entropy_total` returns one number and the gradients of that number, which is
   (sum over rows i of row_weight_i * nll_i) / norm.
 
-The op `linear_cross_entropy` saves its inputs, one lse per row and, if requested, one entropy per
-row. The backward op computes the logits again. The forward pass of the op
-`linear_cross_entropy_total` also computes its operands' gradients from the same logits. So a
-training step takes three matrix products instead of four. The backward pass of
-`linear_cross_entropy_total` only multiplies the operands' gradients by the gradient that autograd
-passes in for the total loss. The module `_head_loss.scaling` does this multiplication.
+The first of these ops has a backward op, `linear_cross_entropy_backward`. These three ops
+optionally take a LoRA adapter of the output projection. The op `linear_cross_entropy` saves its
+inputs, one lse per row and, if requested, one entropy per row. The backward op computes the logits
+again. The forward pass of the op `linear_cross_entropy_total` also computes its operands'
+gradients from the same logits. So a training step takes three matrix products instead of four. The
+backward pass of `linear_cross_entropy_total` only multiplies the operands' gradients by the
+gradient that autograd passes in for the total loss. The module `_head_loss.scaling` does this
+multiplication.
 
 Four more ops support classes that are split over ranks (`vocabulary_parallel`). They compute one
 rank's statistics, merge statistics, compute a rank's total loss, and give all ranks the total of

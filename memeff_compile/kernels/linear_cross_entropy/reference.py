@@ -326,9 +326,11 @@ class Total(Statistics, Differentiating):
             g.div_(self.mass)
 
     def meet(self, block: Block, ranks: Ranks) -> None:
-        """Compute the losses and probabilities of the block's rows over the classes of all ranks.
+        """Compute the losses and probabilities of one block of rows (tokens), over the classes of
+        all ranks.
 
-        To compute them, merge the statistics that the ranks send each other."""
+        Each rank has some of the classes. The method merges the rows' log-sum-exps and losses that
+        the ranks send each other."""
         own = self.losses.where(self.has_target, 0)
         rows, owner = block.stop - block.first, ranks.owner[self.here]
         whole, losses = ranks.meet(self.lse.squeeze(1), own.squeeze(1), owner, rows)

@@ -2,7 +2,9 @@
 
 The letters for axes, such as N for rows and V for classes, are explained in `_head_loss.shapes`. A
 temporary tensor is R x V for a block of R rows, or N x W for a block of W classes. A temporary
-tensor is N x V only if the workspace is large enough.
+tensor is N x V only if the limit of temporary memory is large enough. The caller sets this limit,
+in bytes, with the op's argument `workspace`. With a `workspace` of 0, the functions of this module
+choose the limit.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether a workspace is so small that only the minimal mode, the mode with the least
-    temporary memory, can use it."""
+    """Return whether `workspace`, the limit of temporary memory in bytes, is so small that only the
+    minimal mode can use it.
+
+    The minimal mode is the mode with the least temporary memory."""
     return 0 < workspace <= MINIMAL_BYTES
 
 
@@ -71,7 +75,7 @@ def reference_bytes_per_logit(
 def reference_columns(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose for how many classes `reference` computes logits at a time.
+    """Choose for how many classes the implementation `reference` computes logits at a time.
 
     For these classes and all rows, buffers with `bytes_per_logit` bytes per logit should fit in
     `workspace` bytes. With a workspace of 0, the function chooses the memory limit itself."""
@@ -84,10 +88,11 @@ def reference_columns(
 def reference_rows(
     rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
-    """Return the number of rows whose fp32 or fp64 logits exist at once: at most half of all rows,
-    rounded up.
+    """Return the number of rows (tokens) whose fp32 or fp64 logits exist at once: at most half of
+    all rows, rounded up.
 
-    With a workspace of 0, the function chooses the memory limit itself."""
+    `workspace` is the limit of temporary memory in bytes. With a workspace of 0, the function
+    chooses the memory limit itself."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else REFERENCE_MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
@@ -156,8 +161,8 @@ def library_widths(
 def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
     """Return the width of a block of classes for which `_block_seconds` predicts the least time.
 
-    `limit` is the widest block that is allowed. The function compares widths above limit / 2. A
-    `limit` below 256 is only rounded down.
+    `limit` is the widest block that is allowed. The function compares widths above limit / 2. If
+    `limit` is below 256, the result is `limit` rounded down to a multiple of 64, but at least 64.
     """
     if limit < 256:
         return _round_down(limit, MIN_WIDTH)
@@ -183,11 +188,12 @@ def _block_seconds(width: int, depth: int, processors: int) -> float:
 
 
 def library_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
-    """Return the number of rows of a block, for an output projection with a LoRA adapter.
+    """Return how many rows (tokens) a block has, for an output projection with a LoRA adapter.
 
-    A block needs memory for fp32 products and, for 16-bit inputs, for the logits' gradient G. By
-    default, a block takes three sixteenths of the bytes that all logits would take in the weight's
-    dtype, up to 544 MiB.
+    For a scalar loss with a frozen weight, the op computes the logits of one block of rows at a
+    time. A block needs memory for fp32 products and, for 16-bit inputs, for the logits' gradient G.
+    By default, a block takes three sixteenths of the bytes that all logits would take in the
+    weight's dtype, up to 544 MiB.
     """
     n, per_logit = sympy.sympify(rows), 4 if itemsize == 4 else 4 + itemsize
     share = sympy.Rational(3, 16) * itemsize * n * vocab
@@ -263,8 +269,10 @@ class Shapes(NamedTuple):
         }
 
     def gradient_columns(self, *, is_plain: bool) -> int:
-        """Return the number of columns of a tile of the logits' gradient G: fewer if a softcap, a
-        bias or sums of logits need registers."""
+        """Return the number of columns of a tile of the logits' gradient G.
+
+        There are fewer columns if a softcap, a bias or the sum of each row's logits needs
+        registers."""
         return self.columns if is_plain else self.rows
 
 
@@ -291,9 +299,10 @@ def product_tile(depth: int, shapes: Shapes) -> tuple[int, int]:
 
 
 def forward_rows(rows: int, bytes_per_row: int, shapes: Shapes) -> int:
-    """Return the number of rows of a block in the forward pass, a multiple of the tile's height.
+    """Return how many rows (tokens) a block of the forward pass has.
 
-    All blocks have about the same height."""
+    The number is a multiple of `shapes.rows`, the rows of one tile of logits. All blocks have about
+    the same number of rows."""
     tiles = -(-rows // shapes.rows)
     count = -(-tiles // max(1, FORWARD_BYTES // bytes_per_row // shapes.rows))
     return -(-tiles // count) * shapes.rows
@@ -362,10 +371,12 @@ class Room(NamedTuple):
     step: int
 
     def retreating_width(self, first: int) -> int:
-        """Return how many rows of the weight's gradient one block of classes can have.
+        """Return how many classes the block that starts with the class `first` can have.
 
-        The first of these rows is `first`. The block's columns of the logits' gradient G are stored
-        after these rows, at the end of the weight gradient's memory. Return 0 if no row fits.
+        The block writes one row of the weight's gradient for each of its classes. Until then, the
+        memory of the rows from `first` on is free. At the end of this memory, the block stores its
+        columns of the logits' gradient G: one column per class. So the memory must hold the block's
+        rows and, after them, the block's columns of G. Return 0 if fewer than `step` classes fit.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step
@@ -403,8 +414,10 @@ def hopper_rows(
     workspace: int,  # the bytes of X; 0 is automatic
     shapes: Shapes,
 ) -> int:
-    """Return the number of rows of a block: a multiple of the tile's height, such that all blocks
-    have about the same height.
+    """Return how many rows (tokens) a block has if `hopper` computes gradients by blocks of rows.
+
+    `hopper` is an implementation of the fused loss. The number is a multiple of `shapes.rows`, the
+    rows of one tile of logits. All blocks have about the same number of rows.
 
     A block that is taller than a tile of the hidden states' gradient (dE) consists of whole tiles
     of dE. Otherwise each block would end with a tile that is partly empty but takes as long as a
@@ -437,7 +450,8 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
     The buffers contain:
 
     - X (the logits' gradient up to a factor per row);
-    - two fp32 statistics per row of each tile of X, counted for the narrowest tiles;
+    - two fp32 statistics for each row in each tile of X, with as many tiles as if all tiles had the
+      smallest width;
     - a copy of the block's hidden states, in which each row is multiplied by the factor that turns
       the same row of X into the logits' gradient;
     - partial sums of the hidden states' gradient (dE);

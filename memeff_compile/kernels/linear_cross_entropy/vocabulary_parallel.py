@@ -155,10 +155,12 @@ def statistics(part: Part, counts: Tensor | None) -> Tensor:
 
 
 def _logits_of(part: Part, column: Tensor) -> Tensor:
-    """Return, for each row, the logit of the class whose index `column` contains for the row.
+    """Return, for each row (token), the logit of the class whose index `column` contains.
 
-    A logit is a sum of products, over the features of a hidden state and a weight row. The order of
-    this sum does not depend on the rank, so equal weight rows on two ranks give equal logits.
+    `part` contains the operands and settings of this rank's call. An index counts this rank's
+    classes. A logit is a sum of products, over the features of a hidden state and a weight row. The
+    order of this sum does not depend on the rank, so equal weight rows on two ranks give equal
+    logits.
     """
     hidden, weight, bias, *_ = part.whole
     dtype, rows = wide(hidden.dtype), column.numel()
@@ -211,9 +213,10 @@ def rows_of_a_block(
     workspace: int = 0,  # as for the op
     has_softcap: bool = False,  # likewise
 ) -> int:
-    """Return for how many rows at a time the ranks exchange statistics.
+    """Return for how many rows (tokens) at a time the ranks exchange log-sum-exps and losses.
 
-    Every implementation uses this number of rows as its block height.
+    Each rank has some of the classes. Every implementation uses this number of rows as its block
+    height.
     """
     kind = where_it_runs(device).type
     if kind == "cuda":
@@ -225,10 +228,13 @@ def rows_of_a_block(
 
 
 def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Tensor]) -> ScalarLoss:
-    """Return the arguments of this rank's call for its share of the classes.
+    """Return this rank's arguments for a scalar loss over the classes of all ranks.
 
-    `gather` is the function that collects numbers from all ranks. The result's field `ranks` calls
-    `gather` once per block of rows."""
+    `whole` contains the arguments of the loss op, with targets among the classes of all ranks. In
+    the result, a target of this rank is a column of this rank's logits. A target of another rank is
+    a negative number, and so is the target of an ignored row. `gather` is the function that
+    collects numbers from all ranks. The result's field `ranks` calls `gather` once per block of
+    rows."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

@@ -79,7 +79,7 @@ class Engine(NamedTuple):
 
     @property
     def module(self) -> Any:
-        """Import and return the implementation's module."""
+        """Import and return the Python module that contains this implementation of the loss."""
         return importlib.import_module(f".{self.name}", __package__)
 
 
@@ -142,10 +142,12 @@ def engine_for(
     is_adapted: bool = False,
     is_contiguous: bool = True,
 ) -> str:
-    """Return the name of the implementation for a call, which is a key of `ENGINES`.
+    """Return the name of the implementation for a call of the loss op: a key of `ENGINES`.
 
-    `device`, `dtype` and `depth`, the hidden size, are those of the hidden states. The other
-    arguments are fields of `Call`.
+    `device`, `dtype` and `depth`, the hidden size, are those of the hidden states. `with_top` says
+    whether the call requests the likeliest class of each row. `is_adapted` says whether the output
+    projection has a LoRA adapter. `is_contiguous` says whether rows of the weight follow each other
+    in memory.
     """
     call = Call(device, dtype, depth, with_top, is_adapted, is_contiguous)
     return next(name for name, engine in ENGINES.items() if engine.serves(call))
@@ -173,12 +175,15 @@ def is_read_in_tiles(weight: Tensor) -> bool:
 
 
 def is_faster_in_one_walk(has_kernels: bool) -> bool:
-    """Return whether a scalar loss is faster in one loop over the blocks than in two.
+    """Return whether a scalar loss and its gradients are faster in one loop over blocks of rows
+    (tokens) than in two loops.
 
-    One loop takes three matrix products, two loops take four. On an H200, one loop took 46.0 ms and
-    two loops took 60.9 ms (`nvidia-h200/gradients-in-forward.jsonl`). The call had 8192 rows, a
-    hidden size of 2304 and 256000 classes. For the implementation `reference`, in plain PyTorch,
-    the speed was not measured.
+    Two loops are a forward pass and a backward pass. `has_kernels` says whether an implementation
+    with Triton kernels computes the loss. One loop takes three matrix products, two loops
+    take four. On an H200, one loop took 46.0 ms and two loops took 60.9 ms
+    (`nvidia-h200/gradients-in-forward.jsonl`). The call had 8192 rows, a hidden size of 2304 and
+    256000 classes. For the implementation `reference`, in plain PyTorch, the speed was not
+    measured.
     """
     return has_kernels
 
@@ -201,8 +206,8 @@ def makes_gradients_in_forward(
     - the gradient filter `published`, which drops small gradients as in the Cut Cross-Entropy
       paper;
     - a gradient filter only for the hidden states or only for the weight;
-    - a `workspace` so small that only the mode with the least temporary memory can use it. This
-      setting needs a second loop only if no gradient filter drops classes.
+    - a limit of temporary memory (`workspace`) from 1 byte to 8 MiB. This setting needs a second
+      loop only if no gradient filter drops classes.
 
     For fp16, the result is false, because the range of fp16 is too small for gradients that are
     scaled afterwards.
@@ -266,7 +271,10 @@ def makes_gradients_in_forward_over_ranks(
 
 
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
-    """Compute each row's loss, log-sum-exp and requested statistics with an implementation."""
+    """Compute each row's loss, log-sum-exp and requested statistics.
+
+    A row is a token. `engine` contains the loops of an implementation, such as the module `hopper`.
+    """
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
         for block in walk.blocks():
@@ -283,7 +291,10 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the operands' gradients that `output_mask` requests, with an implementation."""
+    """Compute the gradients that `output_mask` requests, such as the weight's gradient.
+
+    `engine` contains the loops of an implementation, such as the module `hopper`.
+    """
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
         for block in walk.blocks():
@@ -295,8 +306,9 @@ def backward(
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute a scalar loss and its gradients in one loop over blocks of rows.
 
-    If ranks split the classes, each block also has a step `meet`, which exchanges statistics of the
-    block's rows.
+    A row is a token. `engine` contains the loops of an implementation, such as the module `hopper`.
+    If ranks split the classes, each block also has a step `meet`. In this step, ranks exchange the
+    log-sum-exps and losses of the block's rows.
     """
     with on_device(given.hidden):
         walk = engine.total(given)
@@ -381,8 +393,8 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute a scalar loss, and its gradients, by an implementation's forward pass and then its
     backward pass.
 
-    If ranks split the classes, they exchange statistics between the two passes, once per block of
-    rows.
+    If ranks split the classes, they exchange log-sum-exps and losses between the two passes, once
+    per block of rows (tokens).
     """
     operands, settings, ranks = given.operands, given.settings, given.ranks
     if ranks is not None:
@@ -404,9 +416,10 @@ def in_two_walks(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def _met(ranks: Ranks, lse: Tensor, nll: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchange the rows' statistics with the other ranks, block by block, in the row order `order`.
+    """Exchange the rows' log-sum-exps and losses with the other ranks, block by block.
 
-    Return the log-sum-exps and losses over all classes."""
+    `lse` and `nll` are over this rank's classes. The blocks contain the rows in the order `order`,
+    which is the same on all ranks. Return the log-sum-exps and losses over all classes."""
     whole = torch.empty_like(lse), torch.empty_like(nll)
     for at in order.split(ranks.height):
         whole[0][at], whole[1][at] = ranks.meet(lse[at], nll[at], ranks.owner[at], len(at))

@@ -1,7 +1,9 @@
-"""The arguments and results of the two implementations of divergences, and the sizes of blocks.
+"""The arguments and results of a divergence between a student's and a teacher's softmax, and the
+sizes of blocks of rows.
 
-In variable names, N stands for rows (tokens), R for rows of a block, and V for classes. D and K
-stand for features of student and teacher.
+The implementations `reference` and `kept_logits` compute the divergence. In variable names, N
+stands for rows (tokens), R for rows of a block, and V for classes. D and K stand for features of
+student and teacher.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return the coefficients of the same divergence, without the mixture m if m is p or q.
+        """Return the coefficients of the same divergence, without terms in log m where possible.
 
-        The student's softmax is p, and the teacher's is q. Coefficients are factors of sums over
-        the classes, such as the sum of q log m. If m equals p, the factors of sums with log m are
-        added to those of sums with log p. If m equals q, these factors are added to those of sums
-        with log q.
+        The student's softmax is p, and the teacher's is q. Their mixture m is share * q + (1 -
+        share) * p. Coefficients are factors of sums over the classes, such as the sum of q log m.
+        If m equals p, the factors of sums with log m are added to those of sums with log p. If m
+        equals q, these factors are added to those of sums with log q.
         """
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
@@ -89,13 +91,14 @@ class Request(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Return the dtype of the per-row results."""
+        """Return the dtype of the divergences, one per row: fp64 for fp64 inputs, otherwise
+        fp32."""
         return wide(self.hidden.dtype)
 
 
 class ClassRequest(NamedTuple):
-    """The tensors and settings of a call that computes log-probabilities of some classes per
-    row."""
+    """The tensors and settings of a call that computes the log-probabilities of k chosen classes
+    for each row (token)."""
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -123,7 +126,7 @@ class ClassRequest(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The per-row results of a divergence call, and the gradients that the caller requested."""
+    """The results of a divergence call for each row (token), and the requested gradients."""
 
     rows: Tensor  # (N,) or (N, k), fp32 or fp64
     hidden: Tensor | None = None  # (N, D)
@@ -152,7 +155,11 @@ REFERENCE_MIN_ROWS = 16
 
 
 def reference_rows(rows: Size, vocab: Size, workspace: int, itemsize: int) -> sympy.Expr:
-    """Return how many rows of logits the implementation `reference` has in memory at once."""
+    """Return for how many rows (tokens) plain PyTorch has a divergence's logits in memory at once.
+
+    Plain PyTorch is the implementation `reference`. `workspace` is the memory limit in bytes, and 0
+    stands for a default limit.
+    """
     per_row = REFERENCE_BLOCKS * max(itemsize, 4) * sympy.sympify(vocab)
     budget = workspace or REFERENCE_AUTO_BYTES
     fitting = sympy.Max(sympy.floor(budget / per_row), 1 if workspace else REFERENCE_MIN_ROWS)
@@ -285,8 +292,8 @@ def slots_for(
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
     """Return how many rows of temporary values fit into the memory of a weight's gradient.
 
-    The temporary values of a row are the teacher's logits, and the maxima and sums of the tiles of
-    student and teacher.
+    The temporary values of a row are the teacher's logits, and the maxima and sums of exponentials
+    of the tiles of student and teacher.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)

@@ -73,10 +73,11 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute the log-probabilities of some classes of each row, (N, k).
+    """Compute, for each of N rows (tokens), the log-probabilities of k classes, as (N, k).
 
-    If the gradient of these log-probabilities is given as `factors`, also compute the gradients of
-    the operands.
+    `given.chosen` contains the classes' indices. If `given.is_normalised` is false, compute logits
+    instead. If the gradient of these results is given as `factors`, also compute the gradients that
+    `mask` requests, such as the weight's gradient.
     """
     given = _readable(given)
     walk = _Classes(given, factors, wanted(given, factors, mask))
@@ -235,8 +236,12 @@ class _Walk(ABC):
         return are_read and (not rows.is_cuda or gpu(rows.device).is_hopper)
 
     def products(self, first: int, stop: int) -> None:
-        """Multiply the logits' gradients of the rows from `first` to `stop` by the weight, and by
-        the hidden states."""
+        """Multiply the logits' gradients of the rows (tokens) from `first` to `stop` by the weight,
+        and by the hidden states.
+
+        The first product is the gradient of these rows' hidden states. The second product is added
+        to the weight's gradient. The method also adds the gradients' column sums to the bias's
+        gradient."""
         gradient, given = self.gradient[: stop - first], self.given
         if self.grad_hidden is not None:
             torch.mm(gradient, given.weight, out=self.grad_hidden[first:stop])
@@ -301,7 +306,7 @@ class _Divergence(_Walk):
 
 
 class _Classes(_Walk):
-    """Compute log-probabilities, or logits, of some classes per row."""
+    """Compute log-probabilities, or logits, of k chosen classes for each row (token)."""
 
     given: ClassRequest
 
@@ -356,7 +361,10 @@ def _power_of_two(count: int) -> int:
 
 
 def _readable(given: Any) -> Any:
-    """Return operands that kernels and cuBLAS can read; necessary copies are made once per call."""
+    """Return a call's operands in a memory layout that Triton kernels and cuBLAS can read.
+
+    Operands with other strides are copied here, once per call of the divergence op.
+    """
     hidden, bias = given.hidden, given.bias
     given = given._replace(
         hidden=hidden if 1 in hidden.stride() else hidden.contiguous(),

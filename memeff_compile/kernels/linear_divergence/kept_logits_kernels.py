@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernels of the implementation `kept_logits`: one turns products into stored logits, the
-others turn stored logits into results and gradients.
+"""The kernels of the implementation `kept_logits` of divergences between two softmaxes.
+
+Two kernels store logits: one computes products of hidden states and weight itself, the other reads
+finished products or logits. The remaining kernels turn stored logits into results and gradients.
 
 In a kernel that stores logits, each program computes whole tiles. In the other kernels, each
 program computes whole rows. So no two programs share a sum, and every run gives the same bits. All
@@ -123,7 +125,7 @@ def _linear_divergence_kept_logits_keep_kernel(
 
 @triton.jit
 def _log_sum(sums_ptr, plane, tiles, PADDED: tl.constexpr):
-    """Return the log-sum-exp of a row from the maxima and sums of its tiles."""
+    """Return the log-sum-exp of a row from its tiles' maxima and sums of exponentials."""
     offs = tl.arange(0, PADDED)
     mask = offs < tiles
     base = tl.load(sums_ptr + offs, mask=mask, other=float("-inf"))
@@ -154,7 +156,9 @@ def _mixed(log_p, log_q, share):
 
 @triton.jit
 def _chunk_of(ptr, sums_ptr, lse, tile, tiles, offs, mask):
-    """Return the log-probabilities of some tiles of one row, (tiles, columns)."""
+    """Return the log-probabilities of one row's classes `offs`, as (tiles, columns of a tile).
+
+    A tile is a range of neighbouring classes. `tile` contains the numbers of the tiles."""
     kept = tl.load(ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
     base = tl.load(sums_ptr + tile, mask=tile < tiles, other=0.0)
     return kept + (base - lse)[:, None]
