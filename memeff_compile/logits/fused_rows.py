@@ -114,8 +114,9 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """Return the arguments of the fused loss op, such as scale and softcap, that describe how
-        these logits are computed from the output projection's product."""
+        """Return the fused loss op's arguments, such as scale and softcap, for these logits.
+
+        The arguments describe the steps from the output projection's product to the logits."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -372,8 +373,9 @@ class FusedRows:
         )
 
     def merged(self, other: FusedRows) -> FusedRows | None:
-        """Return the sum of two gradients of the same rows of logits, or None if one call of the
-        fused loss op cannot compute the sum."""
+        """Return the sum of two gradients of the same rows of logits.
+
+        Return None if one call of the fused loss op cannot compute the sum."""
         if self.ready is not None or other.ready is not None or not self._is_like(other):
             return None
         if self.target is None and other.target is not None:
@@ -402,8 +404,8 @@ class FusedRows:
     def times_p(self) -> FusedRows:
         """Return this gradient multiplied by the probabilities p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of the factor
-        log p, with p held constant. The products must be summed over the classes. Then their
+        If `self` is the gradient of the products p log p, the result is the gradient of log p. The
+        factor p is held constant. The products must be summed over the classes. Then their
         gradient is one number per row, the same for all classes. The field `total` contains these
         numbers, and the fields `nll`, `lse` and `plogp` are None.
         """
@@ -412,8 +414,8 @@ class FusedRows:
     def times_log_p(self) -> FusedRows:
         """Return this gradient multiplied by the log-probabilities log p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of the factor
-        p, with log p held constant."""
+        If `self` is the gradient of the products p log p, the result is the gradient of p. The
+        factor log p is held constant."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:

@@ -39,8 +39,8 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
     """Compute the log-probabilities, or logits, of k chosen classes of each row (token), (N, k).
 
-    If the gradient of these numbers is given as `factors`, also compute the gradients of hidden
-    states, weight and bias that `mask` requests.
+    If `factors`, the gradient of these numbers, is given, also compute gradients of hidden states,
+    weight and bias. `mask` says which.
     """
     sums = _Gradients(given, wanted(given, factors, mask))
     found = given.hidden.new_empty(given.chosen.shape, dtype=given.wide)

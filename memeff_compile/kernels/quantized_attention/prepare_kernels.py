@@ -231,8 +231,8 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return a number per channel by which queries are divided and keys are multiplied.
 
-    After this scaling, queries and keys have about the same energy (sum of squares) in each
-    channel, up to one factor for all channels. The numbers are scaled to the geometric mean 1, then
+    In each channel, queries and keys then have about the same energy (sum of squares), up to one
+    factor for all channels. The numbers are scaled to the geometric mean 1, then
     clamped. The result is rounded to powers of the square root of two.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
@@ -366,8 +366,8 @@ def _quantized_attention_prepare_settle_kernel(
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
     """Change keys `x` so that their rounding errors are almost orthogonal to `direction`.
 
-    `direction` is the sum of some queries, with the channel factors and the Hadamard transform of
-    queries. The masks `first` and `second` select one channel each. Whole quantisation steps in the
+    `direction` is the sum of some queries. Its channels are scaled and Hadamard transformed like
+    those of the queries. The masks `first` and `second` select one channel each. Whole quantisation steps in the
     first channel remove most of the error along `direction`. Steps in the second channel remove
     most of the remaining error.
     """

@@ -233,8 +233,9 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
-    """Return the keys' softmax weights (B, G, N) for one query, the mean of a sample of the queries
-    (B, G, D), up to a factor.
+    """Return the keys' softmax weights (B, G, N) for the query `mean` (B, G, D), up to a factor.
+
+    `mean` is the mean of a sample of the queries.
     """
     score = torch.matmul(k, mean[..., None])[..., 0]
     return torch.exp2(score.nan_to_num(0.0).clamp(-MOST_SCORE, MOST_SCORE))
@@ -243,8 +244,8 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
     """Return the keys' codes, changed so that their error is nearly orthogonal to `direction`.
 
-    `direction`, (B, G, D), is the sum of a sample of the queries, with the channel factors and the
-    Hadamard transform of queries. If queries have a
+    `direction` is the sum of a sample of the queries, (B, G, D). Its channels are scaled and
+    Hadamard transformed like those of the queries. If queries have a
     large common mean, the rounding error of a key affects all queries in the same way. The function
     removes most of this error by integer changes in two channels. The first is the channel where
     `direction` is largest, the second a channel where `direction` is about a third as large.
