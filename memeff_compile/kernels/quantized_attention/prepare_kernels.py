@@ -367,9 +367,9 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
     """Change keys `x` so that their rounding errors are almost orthogonal to `direction`.
 
     `direction` is the sum of some queries. Its channels are scaled and Hadamard transformed like
-    those of the queries. The masks `first` and `second` select one channel each. Whole quantisation steps in the
-    first channel remove most of the error along `direction`. Steps in the second channel remove
-    most of the remaining error.
+    those of the queries. The masks `first` and `second` select one channel each. Whole quantisation
+    steps in the first channel remove most of the error along `direction`. Steps in the second
+    channel remove most of the remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size

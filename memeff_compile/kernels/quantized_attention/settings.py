@@ -146,8 +146,8 @@ class Settings:
 
     @property
     def starts(self) -> bool:
-        """Return whether the int32 sums of the product q k^T start from products of the keys with
-        means of queries, not from zero.
+        """Return whether the int32 sums of q k^T start from products of the keys with means of
+        queries, not from zero.
 
         If the field `smooth` contains q, the mean of each block of queries is subtracted before
         rounding. The mean's products with the keys must then be added to the scores of the block's
