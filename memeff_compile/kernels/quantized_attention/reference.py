@@ -245,10 +245,10 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
     """Return the keys' codes, changed so that their error is nearly orthogonal to `direction`.
 
     `direction` is the sum of a sample of the queries, (B, G, D). Its channels are scaled and
-    Hadamard transformed like those of the queries. If queries have a
-    large common mean, the rounding error of a key affects all queries in the same way. The function
-    removes most of this error by integer changes in two channels. The first is the channel where
-    `direction` is largest, the second a channel where `direction` is about a third as large.
+    Hadamard transformed like those of the queries. If queries have a large common mean, the
+    rounding error of a key affects all queries in the same way. The function removes most of this
+    error by integer changes in two channels. The first is the channel where `direction` is largest,
+    the second a channel where `direction` is about a third as large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -416,8 +416,8 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
 
     The mean is over whole blocks of keys: those with a key that a causal mask or a sliding window
     allows. Tiles of QUERY_ROWS queries share a mean. The queries are those from `first` up to, not
-    including, `stop`. The result has the shape (B, G, queries, D), for G
-    key-value heads and the head dimension D.
+    including, `stop`. The result has the shape (B, G, queries, D), for G key-value heads and the
+    head dimension D.
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     attention's output.

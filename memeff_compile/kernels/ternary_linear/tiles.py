@@ -137,10 +137,10 @@ def quantize(
 
     M is the number of tokens (rows of `x`). A token's codes are stored in four planes, one for each
     2-bit field of a byte of packed weights. Here, words is the number of 32-bit words in a row of
-    packed weights. With `is_chained`, the
-    next kernel in the stream may start before this kernel has ended. That next kernel must be
-    launched by `product` or `products` with `is_chained`, or by `vectors` with `is_early`. With
-    `is_early`, this kernel may start before the previous kernel in the stream has ended.
+    packed weights. With `is_chained`, the next kernel in the stream may start before this kernel
+    has ended. That next kernel must be launched by `product` or `products` with `is_chained`, or by
+    `vectors` with `is_early`. With `is_early`, this kernel may start before the previous kernel in
+    the stream has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
