@@ -37,10 +37,11 @@ def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
 
 
 def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute the log-probabilities, or logits, of k chosen classes of each row (token), (N, k).
+    """Compute, for each of N rows (tokens), the log-probabilities of k classes, as (N, k).
 
-    If `factors`, the gradient of these numbers, is given, also compute gradients of hidden states,
-    weight and bias. `mask` says which.
+    `given.chosen` contains the classes' indices. If `given.is_normalised` is false, compute logits
+    instead. If the gradient of these results is given as `factors`, also compute the gradients that
+    `mask` requests, such as the weight's gradient.
     """
     sums = _Gradients(given, wanted(given, factors, mask))
     found = given.hidden.new_empty(given.chosen.shape, dtype=given.wide)

@@ -232,8 +232,8 @@ def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return a number per channel by which queries are divided and keys are multiplied.
 
     In each channel, queries and keys then have about the same energy (sum of squares), up to one
-    factor for all channels. The numbers are scaled to the geometric mean 1, then
-    clamped. The result is rounded to powers of the square root of two.
+    factor for all channels. The numbers are scaled to the geometric mean 1, then clamped. The
+    result is rounded to powers of the square root of two.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY

@@ -166,7 +166,7 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
     """Return the weighted mean rounding error of the values v in each channel.
 
-    The mean is over the blocks of keys from `first` up to, not including, `stop`. For each index,
+    The mean is over the blocks of keys from `first` up to, not including, `stop`. For each block,
     `rest_ptr` points to the sum of weighted errors over all earlier blocks, and `counts_ptr` to the
     sum of weights.
     """

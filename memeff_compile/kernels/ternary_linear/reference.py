@@ -63,7 +63,7 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Rearrange a token's int8 codes into four planes: from (M, K) to (M, 4, 4 * words).
+    """Rearrange the int8 codes of M tokens into four planes: from (M, K) to (M, 4, 4 * words).
 
     Each byte of packed weights has four 2-bit fields. Plane j contains the codes that are
     multiplied by field j. Here, words is the number of 32-bit words in a row of packed weights.
