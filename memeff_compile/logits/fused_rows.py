@@ -42,7 +42,7 @@ _BACKWARD_TENSORS = [
 
 class Folded(NamedTuple):
     """The steps that turn the output projection's product s into logits z, as arguments of the
-    fused op.
+    fused loss op `memeff::linear_cross_entropy`.
 
     The formula is `z = softcap * tanh(scale * (s + bias) / softcap)`."""
 
@@ -57,7 +57,8 @@ class Folded(NamedTuple):
 
 @lru_cache(maxsize=256)
 def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
-    """Convert the steps that compute logits into arguments of the fused loss op.
+    """Convert the steps that compute logits into scale, softcap and other arguments of the fused
+    loss op.
 
     If the op has no such arguments, return a sentence that says why."""
     names = [name for name, _ in recipe.steps]
@@ -113,7 +114,9 @@ class Head:
 
     @property
     def folded(self) -> Folded:
-        """Return the steps that compute the rows of logits, as arguments of the fused loss op."""
+        """Return the fused loss op's arguments, such as scale and softcap, for these logits.
+
+        The arguments describe the steps from the output projection's product to the logits."""
         folded = fold_recipe(self.recipe)
         assert isinstance(folded, Folded), folded
         return folded
@@ -175,10 +178,10 @@ class Head:
         return op_folder.makes_gradients_in_forward(*asked, workspace=self.settings.workspace)
 
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """Return the hidden states, weight, bias and scale from which the logits are computed.
+        """Return the hidden states, weight, bias and scale from which these logits are computed.
 
-        Return None if the logits have a softcap, or if the rows hold other values, such as
-        log-probabilities.
+        Return None if the logits have a softcap, or if this object represents other values than
+        logits, such as log-probabilities.
         """
         folded = fold_recipe(self.recipe)
         if isinstance(folded, str) or folded.softcap or folded.factor is not None:
@@ -303,8 +306,10 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient without the results that the loss already computed in its forward
-        pass, so that the backward pass computes them again.
+        """Return this gradient of logits without the field `ready`: the gradients of hidden states,
+        weight and bias that the loss's forward pass computed.
+
+        The backward pass then computes these gradients again.
         """
         if self.ready is None:
             return self
@@ -319,11 +324,12 @@ class FusedRows:
         return any(each is not None and compat.is_batched(each) for each in given)
 
     def scaled(self, factor: float) -> FusedRows:
-        """Return the gradient multiplied by a number."""
+        """Return this gradient of rows of logits, multiplied by `factor`."""
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return the gradient with all dimensions but the last reshaped to the sizes `rows`."""
+        """Return this gradient of rows of logits with all dimensions but the last, the vocabulary,
+        reshaped to the sizes `rows`."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}
@@ -334,10 +340,10 @@ class FusedRows:
     def joined(
         parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
     ) -> FusedRows | None:
-        """Join the gradients of several groups of rows (`parts`) into one; return None if the
-        gradients are of different kinds.
+        """Join `parts`, the gradients of several groups of rows of logits, into one `FusedRows`.
 
-        `join` concatenates or stacks the rows along a dimension.
+        `join` concatenates or stacks the rows along a dimension. Return None if the parts differ in
+        more than their rows, for example in the output projection or the factor `outer`.
         """
         parts = [part.recomputed for part in parts]
         first = parts[0]
@@ -367,8 +373,9 @@ class FusedRows:
         )
 
     def merged(self, other: FusedRows) -> FusedRows | None:
-        """Return the sum of two gradients of the same rows, or None if one call of the fused loss
-        op cannot compute the sum."""
+        """Return the sum of two gradients of the same rows of logits.
+
+        Return None if one call of the fused loss op cannot compute the sum."""
         if self.ready is not None or other.ready is not None or not self._is_like(other):
             return None
         if self.target is None and other.target is not None:
@@ -397,17 +404,18 @@ class FusedRows:
     def times_p(self) -> FusedRows:
         """Return this gradient multiplied by the probabilities p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of log p.
-        The products must be summed over the classes. Then their gradient is one number per row,
-        the same for all classes. The field `total` contains these numbers, and the fields `nll`,
-        `lse` and `plogp` are None.
+        If `self` is the gradient of the products p log p, the result is the gradient of log p. The
+        factor p is held constant. The products must be summed over the classes. Then their
+        gradient is one number per row, the same for all classes. The field `total` contains these
+        numbers, and the fields `nll`, `lse` and `plogp` are None.
         """
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
         """Return this gradient multiplied by the log-probabilities log p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of p."""
+        If `self` is the gradient of the products p log p, the result is the gradient of p. The
+        factor log p is held constant."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:
@@ -427,8 +435,8 @@ class FusedRows:
         return replace(self, head=head, lse=lse, is_log=False)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient as a dense tensor of shape (..., vocabulary), as eager PyTorch would
-        compute it."""
+        """Return this gradient of logits, log-probabilities or probabilities as a dense tensor
+        (..., vocabulary), as eager PyTorch would compute it."""
         if self.versions != self._versions():
             raise StaleLogitsError(
                 "The gradient of deferred logits was kept in factored form, and the head "
@@ -478,9 +486,10 @@ class FusedRows:
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensors from which the deferred logits are computed.
 
-        Deferred logits are computed when first read, from hidden states, weight, bias and the
-        vectors that the recipe (list of steps) applies. `base` is the recipe of the deferred
-        logits. This object's recipe must start with the steps of `base`.
+        Deferred logits are computed when first read. Their source tensors are the hidden states,
+        the output projection's weight and bias, and vectors that are added to the product. `base`
+        is the recipe (list of steps) that computes the deferred logits. This object's recipe must
+        start with the steps of `base`.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
@@ -530,8 +539,9 @@ class FusedRows:
     def _parts(self, needed: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Turn the fused loss op's gradients `found` into gradients of the logits' source tensors.
 
-        The source tensors are the hidden states, weight, bias and the vectors that the recipe (list
-        of steps) applies. The result is None for each tensor that `needed` does not request.
+        The source tensors are the hidden states, the output projection's weight and bias, and
+        vectors that are added to the product. The result is None for each tensor that `needed` does
+        not request.
         """
         head, (grad_hidden, grad_weight, grad_bias, *_) = self.head, found
         parts: list[Tensor | None] = [None] * len(needed)

@@ -58,7 +58,11 @@ class Part(Protocol):
 
 
 class Statistics(NamedTuple):
-    """The log-sum-exp, and optionally the sum, of each row's (token's) logits in one view."""
+    """The log-sum-exp, and optionally the sum, of the logits of each row (token) in one view.
+
+    A view, such as `logits[:, -1]`, shares the memory of the whole logits. The field `place`
+    contains its size, strides and offset.
+    """
 
     place: Place
     lse: Tensor
@@ -196,7 +200,8 @@ class Memory:
     def _is_less_work(self, view: Part) -> bool:
         """Return whether computing only the logits' rows in `view` is cheaper than computing all.
 
-        The answer depends on how many rows earlier reads of single views have computed.
+        A row is a token. A read of a view, such as `logits[:, -1]`, may compute only the view's
+        rows. Once these reads have computed as many rows as the logits have, the result is false.
         """
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows

@@ -332,10 +332,11 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, view: View, *others: Tensor | None) -> _Kept | None:
-        """If gradients are needed, save tensors for the backward pass: `others`, and those from
-        which `view` is computed when first read.
+        """Save tensors for the backward pass: `others`, and the hidden states and output projection
+        from which the deferred logits `view` are computed.
 
-        Return the data that autograd cannot save, because it is not a tensor.
+        Return the data that autograd cannot save, because it is not a tensor. If no gradient is
+        needed, save nothing and return None.
         """
         if not any(ctx.needs_input_grad):
             return None
@@ -356,13 +357,17 @@ class _Kept(NamedTuple):
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return those of the stored data that are still needed after one backward pass."""
+        """Return this object without `view` and `memory`, the references to the deferred logits.
+
+        If the present backward pass runs with `create_graph=True`, return this object unchanged.
+        """
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
     def head(self, made_of: Sequence[Any]) -> Head:
         """Return rows of logits as a `Head`: their hidden states and the output projection.
 
-        `made_of` contains the tensors that autograd saved: hidden states, weight, bias and vectors.
+        `made_of` contains the tensors that autograd saved: the hidden states, the output
+        projection's weight and bias, and vectors that are added to the product.
         """
         hidden, weight, bias, *vectors = made_of
         return Head(hidden, weight, bias, tuple(vectors), self.recipe, self.settings, self.use)
@@ -440,9 +445,10 @@ class Declined(Exception):
 
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
-    """Return the steps that compute `view` (logits) as arguments of the fused loss op.
+    """Return the fused loss op's arguments, such as scale and softcap, for the logits `view`.
 
-    `view` may also be log-probabilities. Raise `Declined` if the op does not support the call.
+    The arguments describe how the logits are computed from the output projection's product. `view`
+    may also be log-probabilities. Raise `Declined` if the op does not support the call.
     """
     lost = view.lost_factors()
     if lost is not None:
@@ -690,10 +696,11 @@ def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = Non
 
 
 def _get_item(input: Any, index: Any) -> Any:
-    """Handle `log_probs[rows, targets]`: an index with one tensor for each dimension of
-    `log_probs`.
+    """Return `log_probs[rows, targets]` from the fused loss op, without building `log_probs`.
 
-    The last dimension of `log_probs` must be the vocabulary."""
+    `input` contains log-probabilities or logits that are computed when first read. `index` must
+    have one int64 tensor for each dimension of `input`. The last dimension must be the vocabulary.
+    Otherwise, return NotImplemented."""
     is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
     if not is_one_each or len(index) < 2 or input.order is not None:
         return NotImplemented
@@ -759,7 +766,11 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
 
 
 def _entropy(input: Any, logs: View, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    """Return the sum of `input` (products p log p) over the classes, without building `input`."""
+    """Return the sum of p log p over the classes, without computing the products p log p.
+
+    `input` represents the products, and `logs` the log-probabilities log p. The values of both
+    tensors are computed only when first read.
+    """
     if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
         return NotImplemented
     _need(_last(input, dim), "an entropy over another dimension")
@@ -824,7 +835,7 @@ _RENAMED["x2"] = "other"
 def _serving(handler: Any) -> Callable[..., Any]:
     """Wrap a handler so that the handler returns the `Declined` exception instead of raising it.
 
-    A handler replaces a PyTorch function for deferred logits.
+    A handler replaces a PyTorch function for deferred logits (computed when first read).
     """
     signature = inspect.signature(handler)
 

@@ -65,7 +65,9 @@ def temporary_bytes(
     training: bool = True,
     depth: int = 0,  # of a weight whose gradient is computed, and may lend its memory; 0 for none
 ) -> sympy.Expr:
-    """Return the bytes of a divergence call's buffers, mainly for logits and their gradients.
+    """Return the bytes of the temporary buffers of one call of `memeff::linear_divergence`.
+
+    The buffers contain mainly logits and their gradients.
 
     `workspace` limits for how many rows (tokens) logits are in memory at one time. If the number of
     rows is symbolic, return an upper bound."""
@@ -99,9 +101,11 @@ def _slot_bytes(
 
 
 def bytes_after(rows: Size, held: Size) -> sympy.Expr:
-    """Return the bytes that a divergence needs with the op: `held` plus BYTES_PER_ROW per row.
+    """Return the bytes that a divergence needs with the op `memeff::linear_divergence`.
 
-    `held` is the result of `temporary_bytes`."""
+    `held` is the size of the op's temporary buffers, as `temporary_bytes` returns it. The function
+    adds BYTES_PER_ROW for each row (token).
+    """
     return sympy.sympify(held) + BYTES_PER_ROW * sympy.sympify(rows)
 
 

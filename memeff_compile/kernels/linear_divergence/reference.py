@@ -1,5 +1,8 @@
-"""The implementation `reference` of divergences: the formula in plain PyTorch, one block of rows at
-a time, on any device and in any dtype."""
+"""The implementation `reference` of `memeff::linear_divergence` and related ops, in plain PyTorch.
+
+A divergence, such as KL, compares the softmax of a student's logits with that of a teacher's. The
+module processes one block of rows (tokens) at a time, on any device and in any dtype.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .call import ClassRequest, Found, Request, reference_rows, wanted
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row.
+    """Compute the divergence of each row (token): one number per row.
 
     If `factors` (a number per row) is given, also compute the gradients of a sum over all rows:
     each row's divergence times its factor."""
@@ -57,7 +60,8 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
 
 
 class _Gradients:
-    """The operands' gradients, summed over blocks of rows."""
+    """The gradients of hidden states, weight and bias, computed from one block of rows (tokens) at
+    a time."""
 
     def __init__(self, given: Request | ClassRequest, trains: tuple[bool, ...]) -> None:
         self.given, weight = given, given.weight
@@ -67,7 +71,10 @@ class _Gradients:
         self.bias = weight.new_zeros(given.vocab, dtype=given.wide) if self.of_bias else None
 
     def blocks(self) -> Iterator[slice]:
-        """Yield the range of rows of each block, as a slice."""
+        """Yield the rows of each block, as a slice.
+
+        Rows are tokens. The logits of one block are computed together.
+        """
         given = self.given
         itemsize = given.hidden.itemsize
         step = int(reference_rows(given.rows, given.vocab, given.workspace, itemsize))
@@ -75,8 +82,10 @@ class _Gradients:
             yield slice(first, stop)
 
     def add(self, here: slice, gradient: Tensor) -> None:
-        """Add the contribution of the rows `here` to the operands' gradients, given the gradient of
-        these rows' logits.
+        """Add the contribution of the rows `here` to the gradients of hidden states, weight and
+        bias.
+
+        `gradient` is the gradient of these rows' scaled logits.
         """
         gradient, dtype = gradient * self.given.scale, self.given.wide
         if self.hidden is not None:

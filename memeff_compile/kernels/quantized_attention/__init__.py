@@ -1,7 +1,8 @@
 """Attention with 8-bit or 4-bit operands, for calls without gradients (SageAttention2, arXiv
 2411.10958).
 
-- `quantized_attention` computes softmax attention. The scores come from int8 codes. The product of
+- `quantized_attention` computes softmax attention. The scores are products of codes: integers to
+  which queries and keys are rounded. Codes have 8 or 4 bits, and are stored as int8. The product of
   softmax weights and values comes from E4M3 numbers (8-bit floats) or from fp16 numbers.
 - `quantized_attention_by_call` is the same op at a precision level that depends on how often the op
   was called.
@@ -11,8 +12,8 @@ op therefore subtracts the following means before it rounds numbers to codes:
 
 - the mean of the keys, whose subtraction does not change softmax weights;
 - the mean of the values, which is added to every output afterwards;
-- for 4-bit codes, the mean of each block of queries. The scores of this mean with the keys are
-  computed exactly, and added to the scores from the codes.
+- for 4-bit codes, the mean of each block of queries. The products of this mean with the keys are
+  computed without codes, and added to the scores from the codes.
 
 Masks are described in the same way as for memeff::attention.
 """

@@ -62,9 +62,10 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 @triton.jit
 def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
-    """Return the sums and extremes of the keys and values at positions `start` to `stop`.
+    """Write sums of keys, and sums and extremes of values, for each channel.
 
-    `k` and `v` are pointers to keys and values with their strides.
+    The keys and values are those at positions `start` to `stop`, but only every SAMPLE-th key. `k`
+    and `v` are pairs: the pointer to the first row, and the stride between rows.
     """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     k_sum = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -107,7 +108,8 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 @triton.jit
 def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
-    """Write the mean of a block of queries, and the sum of squared differences from that mean."""
+    """Write the mean over a block of queries for each channel, and the sum of squared differences
+    from that mean."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
@@ -120,7 +122,10 @@ def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
 
 @triton.jit
 def _sample_queries(q, sample_ptr, scale, block, queries, C: tl.constexpr):
-    """Write the sums of a block of queries, and the sums of their squares."""
+    """Write the sum over a block of queries for each channel, and the sum of squares.
+
+    The queries are multiplied by `scale` first.
+    """
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     q = _load_tile(q, place, place < queries, depth, C) * scale
@@ -188,9 +193,9 @@ def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
-    """Return how many keys were sampled (WHICH is 0), or how many values were read (WHICH is 1).
+    """Return how many keys k (WHICH is 0) or values v (WHICH is 1) the kernel `look` summed.
 
-    The result is at least 1.
+    Of the keys, `look` reads only every SAMPLE-th. The result is at least 1.
     """
     part = tl.arange(0, C.CHUNKS)
     ptrs = sums_ptr + (part * 6 + 4) * C.DEPTH_BLOCK + WHICH
@@ -226,8 +231,9 @@ def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
 def _evened_by(squares, sums_ptr, chunks, C: tl.constexpr):
     """Return a number per channel by which queries are divided and keys are multiplied.
 
-    After this scaling, queries and keys have the same energy (sum of squares) in each channel, and
-    the average energy is unchanged. The numbers per channel are powers of the square root of two.
+    In each channel, queries and keys then have about the same energy (sum of squares), up to one
+    factor for all channels. The numbers are scaled to the geometric mean 1, then clamped. The
+    result is rounded to powers of the square root of two.
     """
     keys = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 5, C), axis=0)
     least = keys * LEAST_ENERGY
@@ -360,10 +366,10 @@ def _quantized_attention_prepare_settle_kernel(
 def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
     """Change keys `x` so that their rounding errors are almost orthogonal to `direction`.
 
-    `direction` is the common direction of the queries, transformed like the queries. The masks
-    `first` and `second` select one channel each. Whole quantisation steps in the first channel
-    remove most of the error along `direction`. Steps in the second channel remove most of the
-    remaining error.
+    `direction` is the sum of some queries. Its channels are scaled and Hadamard transformed like
+    those of the queries. The masks `first` and `second` select one channel each. Whole quantisation
+    steps in the first channel remove most of the error along `direction`. Steps in the second
+    channel remove most of the remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size
@@ -631,10 +637,11 @@ def _quantized_attention_prepare_correct_kernel(
     # MEANS: per program
     # CHANNELS: at a time
 ):
-    """Write the scores of the queries' means with the keys, after subtracting the keys' mean from
-    the keys.
+    """Write the products of the keys with the mean of each block of queries.
 
-    If STARTS is set, the kernel divides the scores by the scale of the keys' block.
+    The keys' mean is subtracted from the keys first. If STARTS is set, the int32 sums of the
+    attention kernel start from these products. The products are then divided by the scale of the
+    keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -176,7 +176,11 @@ def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sampled(q: Tensor, groups: int) -> Tensor:
-    """Return the sampled queries that belong to each key-value head: (B, G, some, D)."""
+    """Return a sample of the queries of each key-value head, (B, G, samples, D).
+
+    The sample consists of blocks of QUERY_ROWS queries at equal distances, at most MOST_SAMPLES
+    blocks per query head.
+    """
     stride = sampled_queries(q.shape[2])[0]
     place = torch.arange(q.shape[2], device=q.device)
     seen = q[:, :, place // QUERY_ROWS % stride == 0]
@@ -184,13 +188,14 @@ def _sampled(q: Tensor, groups: int) -> Tensor:
 
 
 def turned(x: Tensor, far: int, near: int) -> Tensor:
-    """Return the Hadamard transform of each row of (..., D), with D padded to a power of two.
+    """Return each row of `x` (..., D), such as a query, after Hadamard transforms of its channels.
 
-    The transform's elements are 1 and -1, not normalised. Each element of the result combines `far`
-    groups of `near` neighbouring channels. The distance between these groups is always the same.
-    The transform spreads a large number in one channel over many channels, so that quantisation
-    steps become finer. Both queries and keys are transformed. The scores of queries and keys are
-    then larger by a factor: the number of channels that the transform combines.
+    D is padded to a power of two. A transform combines `far` * `near` channels: `far` groups, at
+    equal distances, of `near` neighbouring channels. So a row is transformed in several independent
+    sets of channels, or in one. The transform's elements are 1 and -1, not normalised. The
+    transform spreads a large number in one channel over many channels, so that quantisation steps
+    become finer. Both queries and keys are transformed. The scores of queries and keys are then
+    larger by the factor `far` * `near`.
     """
     wide = depth_block(x.shape[-1], NARROWEST)
     x = torch.nn.functional.pad(x, (0, wide - x.shape[-1])).unflatten(-1, (far, -1, near))
@@ -208,12 +213,13 @@ def _signs(size: int, like: Tensor) -> Tensor:
 def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor:
     """Return a number per channel, (B, G, D), by which queries are divided and keys are multiplied.
 
-    Scores do not change, and queries and keys get the same energy (sum of squares) in each channel.
-    The energies are estimated from sampled rows. Because the energies are equal, a few channels
-    with large numbers no longer make the quantisation steps of all channels coarser. The average
-    energy over the channels does not change. The returned numbers are powers of the square root of
-    two. `whole` is the energy of the sampled keys, including their mean. If the queries' means were
-    subtracted, the function reads all queries, otherwise only the sampled queries.
+    Scores do not change. Queries and keys get about the same energy (sum of squares) in each
+    channel, up to one factor for all channels. The energies are estimated from sampled rows.
+    Because the energies are equal, a few channels with large numbers no longer make the
+    quantisation steps of all channels coarser. The numbers are scaled to the geometric mean 1, then
+    clamped. The result is rounded to powers of the square root of two. `whole` is the energy of the
+    sampled keys, including their mean. If the queries' means were subtracted, the function reads
+    all queries, otherwise only the sampled queries.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -227,8 +233,9 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
-    """Return the softmax weights of the keys (B, G, N) for the mean query (B, G, D), up to a
-    factor.
+    """Return the keys' softmax weights (B, G, N) for the query `mean` (B, G, D), up to a factor.
+
+    `mean` is the mean of a sample of the queries.
     """
     score = torch.matmul(k, mean[..., None])[..., 0]
     return torch.exp2(score.nan_to_num(0.0).clamp(-MOST_SCORE, MOST_SCORE))
@@ -237,10 +244,11 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
     """Return the keys' codes, changed so that their error is nearly orthogonal to `direction`.
 
-    `direction` is the sum of the sampled queries, transformed like the queries. If queries have a
-    large common mean, the rounding error of a key affects all queries in the same way. The function
-    removes most of this error by integer changes in two channels. The first is the channel where
-    `direction` is largest, the second a channel where `direction` is about a third as large.
+    `direction` is the sum of a sample of the queries, (B, G, D). Its channels are scaled and
+    Hadamard transformed like those of the queries. If queries have a large common mean, the
+    rounding error of a key affects all queries in the same way. The function removes most of this
+    error by integer changes in two channels. The first is the channel where `direction` is largest,
+    the second a channel where `direction` is about a third as large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -404,10 +412,12 @@ def _attend_block(
 
 
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
-    """Return the mean rounding error of the values in the key blocks that each query needs.
+    """Return, per channel, the mean rounding error of the values that each query may attend to.
 
-    The queries are those from `first` to `stop`. The result has the shape (B, G, queries, D), for G
-    key-value heads and the head dimension D.
+    The mean is over whole blocks of keys: those with a key that a causal mask or a sliding window
+    allows. Tiles of QUERY_ROWS queries share a mean. The queries are those from `first` up to, not
+    including, `stop`. The result has the shape (B, G, queries, D), for G key-value heads and the
+    head dimension D.
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     attention's output.

@@ -125,10 +125,10 @@ class Settings:
 
     @property
     def widest(self) -> int:
-        """Return the largest magnitude that a number may have before it is rounded to a code.
+        """Return the largest magnitude of a number, divided by its scale, before it is rounded.
 
-        This magnitude is counted in units of codes. If all codes are odd, it is 16, half a step
-        more than the largest code. Otherwise it is the largest code.
+        The scale is chosen so that no number exceeds this magnitude. If all codes are odd, the
+        magnitude is 16, half a step more than the largest code. Otherwise it is the largest code.
         """
         return self.limit + self.is_odd
 
@@ -146,13 +146,13 @@ class Settings:
 
     @property
     def starts(self) -> bool:
-        """Return whether the int32 sums of the matrix product q k^T start from the scores of the
-        queries' means, not from zero.
+        """Return whether the int32 sums of q k^T start from products of the keys with means of
+        queries, not from zero.
 
         If the field `smooth` contains q, the mean of each block of queries is subtracted before
-        rounding. The mean's scores (its products with the keys) must then be added to the scores of
-        the block's queries. The result is false for 8-bit codes, because the scores of the means,
-        counted in quantisation steps, may be too large for int32.
+        rounding. The mean's products with the keys must then be added to the scores of the block's
+        queries. For 8-bit codes, the result is false. In quantisation steps of 8-bit codes, the
+        mean's products may be too large for int32.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 

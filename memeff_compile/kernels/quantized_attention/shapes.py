@@ -83,7 +83,8 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
 def channels_together(wide: int) -> int:
     """Return how many channels a kernel sums in each iteration of its loop over channels.
 
-    The kernel multiplies keys by the queries' means. `wide` is the padded head dimension.
+    The kernel multiplies keys by the mean of each block of queries. `wide` is the padded head
+    dimension.
     """
     return min(64, 8192 // wide)  # wider heads would not leave enough registers
 
@@ -107,11 +108,11 @@ def shape_for(
     """Return the tile shape of the attention kernel for a head dimension and GPU.
 
     With `has_tables`, the kernel also loads numbers per key other than k and v: a mask, sequence
-    ids, scales, or the scores of the queries' means. These scores are products of the keys with a
-    mean that is subtracted from a block of queries. The kernel adds these scores after the product
-    of queries and keys. With `has_starts`, the sums of this product start from the scores of the
-    queries' means instead. Only Hopper GPUs have enough shared memory for these scores in addition
-    to the tiles. With `has_f16`, softmax weights and values are fp16.
+    ids, scales, or mean products. Mean products are the products of the keys with the mean that is
+    subtracted from a block of queries. The kernel adds the mean products after the product of
+    queries and keys. With `has_starts`, the sums of this product start from the mean products
+    instead. Only Hopper GPUs have enough shared memory for mean products in addition to the tiles.
+    With `has_f16`, softmax weights and values are fp16.
     """
     kind, block = gpu.kind, depth_block(depth, NARROWEST)
     has_tables = has_tables or (has_starts and kind != "hopper")

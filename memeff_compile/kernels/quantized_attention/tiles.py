@@ -197,7 +197,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 
 
 def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
-    """Return the launch options of the first kernel of a call, and the launch options of the later
+    """Return the launch options of the first kernel of an attention call, and those of the later
     kernels.
     """
     is_early = {"EARLY": starts_early(device)}
@@ -205,10 +205,10 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
-    """Return the size and the number of the chunks of keys that the first kernel of a call
-    processes.
+    """Return the number of keys per chunk, and the number of chunks per key-value head.
 
-    The chunks are chosen so that the GPU is busy.
+    One program of the first kernel, which sums keys and values, processes one chunk. `rows` is the
+    number of key-value heads in the batch. The chunks are chosen so that the GPU is busy.
     """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))

@@ -68,12 +68,15 @@ def _load_codes(codes, at, stride, SIZES: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, start, C: tl.constexpr):
-    """Return the scores q k^T of a tile as fp32.
+    """Return the scores q k^T of a tile of int8 codes, as fp32.
 
-    - With MAGIC_SUM, the result is the scores plus the constant MAGIC_VALUE (1.5 * 2^23). So the
-      bits of an int32 sum can be read as the bits of a float.
-    - With STARTS, the result is the scores plus `start`. `start` is MAGIC_VALUE (1.5 * 2^23) plus
-      the scaled scores of the queries' means. The absolute values of these scores are below 2^22.
+    - With MAGIC_SUM, the result is the scores plus the constant MAGIC_VALUE (1.5 * 2^23). The int32
+      sums start from the bits of this fp32 number. So the bits of a sum are those of the fp32
+      result.
+    - With STARTS, the result is the scores plus `start`, and the int32 sums start from the bits of
+      `start`. `start` is MAGIC_VALUE plus the products of the keys with the mean of a block of
+      queries. These products are divided by the codes' scales, and are below 2^22 in absolute
+      value.
     """
     if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
@@ -161,8 +164,11 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
-    """Return the mean rounding error of the values in each channel, over the blocks from `first` to
-    `stop`.
+    """Return the weighted mean rounding error of the values v in each channel.
+
+    The mean is over the blocks of keys from `first` up to, not including, `stop`. For each block,
+    `rest_ptr` points to the sum of weighted errors over all earlier blocks, and `counts_ptr` to the
+    sum of weights.
     """
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)

@@ -81,7 +81,11 @@ class _Product(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """The arguments of `ternary_linear_product_backward`."""
+    """The arguments of `ternary_linear_product_backward`, which returns gradients of x, weights and
+    biases.
+
+    The field `grad` contains the gradients of the outputs.
+    """
 
     grad: Sequence[Tensor]
     codes: Tensor

@@ -63,9 +63,11 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Rearrange int8 codes of shape (M, K) into the order of packed weights, as (M, 4, 4 * words).
+    """Rearrange the int8 codes of M tokens into four planes: from (M, K) to (M, 4, 4 * words).
 
-    Here, words is the number of 32-bit words in a row of packed weights. Columns after K are zero.
+    Each byte of packed weights has four 2-bit fields. Plane j contains the codes that are
+    multiplied by field j. Here, words is the number of 32-bit words in a row of packed weights.
+    Columns after K are zero.
     """
     rows, columns = codes.shape
     words = words_for(columns)
@@ -75,14 +77,21 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Return the codes, (M, columns), from planes that `to_planes` returned."""
+    """Undo `to_planes`: return the int8 codes of M tokens in the order of columns, (M, columns).
+
+    Plane j contains the codes that are multiplied by 2-bit field j of each byte of packed weights.
+    """
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
-    """Multiply or divide (N, K) weights by one scale, round them to -1, 0 or 1, and pack them."""
+    """Scale (N, K) weights, round them to -1, 0 or 1, and pack them as 2-bit codes.
+
+    The weights are divided by `scale` if `is_step` is true, otherwise multiplied. This step uses
+    the dtype of the weights if `is_native` is true, otherwise fp32.
+    """
     pieces = []
     dtype = compute_dtype(weight.dtype, is_native=is_native)
     factor = scale.reshape(()).to(dtype)
@@ -178,10 +187,10 @@ def dequantized_weights(
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token, return its codes, its scale and the sum of its codes.
+    """For each token (row of `x`), return its integer codes, its scale and the sum of its codes.
 
-    The codes of a token are split into four planes, which the module's docstring describes. Plane j
-    contains the codes that are multiplied by field j of the packed weights.
+    The codes of a token are split into four planes. Each byte of packed weights has four 2-bit
+    fields, and plane j contains the codes that are multiplied by field j.
     """
     codes, scale = codes_and_scale(enter(x, entry), quantizer)
     return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)

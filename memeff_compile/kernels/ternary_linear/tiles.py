@@ -93,7 +93,11 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
-    """Multiply or divide (N, K) weights by one scale, round them to -1, 0 or 1, and pack them."""
+    """Scale (N, K) weights, round them to -1, 0 or 1, and pack them as 2-bit codes.
+
+    The weights are divided by `scale` if `is_step` is true, otherwise multiplied. This step uses
+    the dtype of the weights if `is_native` is true, otherwise fp32.
+    """
     rows, columns = weight.shape
     words = words_for(columns)
     packed = weight.new_empty((rows, words), dtype=torch.int32)
@@ -131,10 +135,12 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums of codes (M,) int32.
 
-    Here, words is the number of 32-bit words in a row of packed weights. With `is_chained`, the
-    next kernel in the stream may start before this kernel has ended. That next kernel must be
-    launched by `product` or `products` with `is_chained`, or by `vectors` with `is_early`. With
-    `is_early`, this kernel may start before the previous kernel in the stream has ended.
+    M is the number of tokens (rows of `x`). A token's codes are stored in four planes, one for each
+    2-bit field of a byte of packed weights. Here, words is the number of 32-bit words in a row of
+    packed weights. With `is_chained`, the next kernel in the stream may start before this kernel
+    has ended. That next kernel must be launched by `product` or `products` with `is_chained`, or by
+    `vectors` with `is_early`. With `is_early`, this kernel may start before the previous kernel in
+    the stream has ended.
     """
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -380,7 +386,10 @@ def _plan(
     is_chained: bool,
     shapes: TileShapes | None,
 ) -> Plan:
-    """Return the launch parameters of products for a number of tokens, rows and bytes per row."""
+    """Return the launch parameters of products of quantised tokens with packed weight matrices.
+
+    `sizes` contains the number of tokens, the rows of each matrix, and the bytes per packed row.
+    """
     tokens, rows, width = sizes
     if shapes is None:
         is_hopper = gpu(device).is_hopper

@@ -3,10 +3,11 @@
 
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
 2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
-(0, 1 or 2). An integer instruction multiplies these four weight codes by four activations. For each
-of the four fields, these activations are stored next to each other. All activations of one field
-form a plane. A stored weight code is larger by one than the weight (-1, 0 or 1). So at the end the
-kernel subtracts the sum of a token's codes.
+(0, 1 or 2). An integer instruction multiplies these four weight codes by four activations of a
+token, which are int8 codes. For each of the four fields, these activations are stored next to each
+other. All activations of one field form a plane. A stored weight code is larger by one than the
+weight (-1, 0 or 1). So the product is too large by the sum of the token's activations. The kernel
+subtracts this sum at the end.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -93,7 +94,10 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
 
 @triton.jit
 def _codes_of_token(x, scale, C: tl.constexpr):
-    """Return the codes of a token, as int32."""
+    """Quantise the values `x` of a token, and return the integer codes as int32.
+
+    The values are divided by `scale` with IS_STEP, otherwise multiplied. Then they are rounded.
+    """
     if C.IS_STEP:
         x, over = tl.broadcast(x, scale)
         scaled = tl.div_rn(x, over)
@@ -358,7 +362,10 @@ def _plane(codes_ptr, place, word, words):
 
 @triton.jit
 def _sum_with(found, added_ptrs, mask):
-    """Round the product, then add the residual to the rounded product."""
+    """Round `found`, the layer's output, to the residual's dtype, then add the residual.
+
+    `added_ptrs` points to the residual.
+    """
     added = tl.load(added_ptrs, mask=mask, other=0.0)
     return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
 
