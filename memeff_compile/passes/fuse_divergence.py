@@ -33,7 +33,8 @@ The pass declines if one of these conditions holds:
 - a node writes to the logits in place before the divergence;
 - an operand is a tensor subclass.
 
-The page docs/passes/fuse-divergence.md lists the report's code for each reason to decline.
+The page docs/passes/fuse-divergence.md lists the compilation report's code for each reason to
+decline.
 """
 
 from __future__ import annotations
@@ -286,8 +287,10 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
 def _check_readers(
     info: GraphInfo, match: Divergence | Classes, covered: set[Node]
 ) -> Decline | None:
-    """Return a Decline if the logits are read by a node that is neither in `covered`, nor another
-    loss, nor the graph's output.
+    """Return a Decline if a node outside of `covered` reads a tensor that the rewrite removes.
+
+    `covered` contains the nodes that the rewrite replaces. The rewrite removes, for example, the
+    logits. Other losses and the graph's output may read the logits.
     """
     reader = HeadReader(info)
     tails = TailReader(info, reader)

@@ -35,7 +35,7 @@ HINT = (
 
 
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
-    """Return the report's sentence about an output projection that is split over ranks.
+    """Return the compilation report's sentence about an output projection split over ranks.
 
     The sentence names the classes of this rank, how many times the ranks exchange per-row numbers,
     and how many numbers they exchange.
@@ -92,7 +92,7 @@ def is_everywhere(value: Any) -> bool:
 
 
 def _is_by_classes(logits: Any) -> bool:
-    """Return whether each rank has the complete logits, or the logits of all rows for some of the
+    """Return whether each rank has the logits of all rows (tokens), for all or some of the
     classes."""
     from torch.distributed.tensor import Shard
 
