@@ -348,7 +348,9 @@ class _Expansion:
         return found
 
     def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
-        """Split a packed weight or bias into three equal parts, for query, key and value."""
+        """Split a packed weight or bias of query, key and value into parts.
+
+        Each number in `shares` says how many of the three a part contains."""
         if packed is None or len(shares) == 1:
             return [packed] * len(shares)
         sizes = [share * self.width for share in shares]

@@ -338,7 +338,7 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return those operands of the fused op that have entries for each row.
+    """Return those operands of the fused op that have entries for each row (token).
 
     These are the masks of a divergence, or the class indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
@@ -522,10 +522,10 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return one factor per row: the product of all masks of a divergence, or None without masks.
+    """Return one factor per row (token): the product of all masks of a divergence.
 
-    The factor is zero in rows that a mask sets to zero. The factors are fp32 numbers (fp64 for fp64
-    hidden states).
+    Without masks, return None. The factor is zero in rows that a mask sets to zero. The factors are
+    fp32 numbers (fp64 for fp64 hidden states).
     """
     assert hidden is not None
     total = None

@@ -26,10 +26,9 @@ from .graph_info import GraphInfo, node_name
 class Decline:
     """The reason why a pass declined a match: a code, a sentence and a remedy.
 
-    `node` is the node whose location the report shows.
+    `node` is the node whose location the compilation report shows.
 
-    The compilation report merges equal declines into one record, whose field `sites` is their
-    number.
+    The report merges equal declines into one record, whose field `sites` is their number.
     """
 
     code: str

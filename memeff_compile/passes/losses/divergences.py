@@ -226,7 +226,7 @@ class DivergenceReader:
         return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
-        """Recognize a sum over the classes, and also over the rows if all elements are summed."""
+        """Recognize a sum over the classes, and also over the rows (tokens) if all are summed."""
         name = node_name(node)
         if name == "kl_div":
             given = kl_arguments(node)
@@ -783,8 +783,9 @@ def _added(
 
 
 def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float] | None:
-    """Return the product of two polynomials, or None if a term has more than two factors, which
-    occurs in no divergence."""
+    """Return the product of two polynomials in softmax probabilities and their logarithms.
+
+    If a term has more than two factors, which occurs in no divergence, return None."""
     terms: dict[tuple[Atom, ...], float] = {}
     for some, each in left.items():
         for others, factor in right.items():

@@ -142,7 +142,7 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes that the graph must compute again before the call of the fused op.
+    """Return the nodes that the graph must compute again before the call of the fused loss op.
 
     The call comes before the group's first tail (a loss or another result of the logits). The nodes
     to compute again are targets or class weights, for example labels that the graph shifts after it
@@ -254,7 +254,7 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether the fused op's forward pass also computes the gradients.
+    """Return whether the fused loss op's forward pass also computes the gradients.
 
     Return True only if the call has a single loss that is reduced to one number. In an activation
     checkpoint, return False, because the forward pass runs twice there.
@@ -340,7 +340,7 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert one call of the fused op for all losses in `self.group`.
+        """Insert one call of the fused loss op for all losses in `self.group`.
 
         The call gets the rows (tokens) that these losses use."""
         e, head = self.editor, self.head
@@ -399,7 +399,7 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """If the projection is split over ranks, return the node of this rank's shard of an
+        """If the output projection is split over ranks, return the node of this rank's shard of an
         operand, otherwise return the operand itself.
         """
         if self.split is None:
@@ -473,7 +473,7 @@ class GroupEmitter:
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
-        """Insert the fused op that returns the reduced loss together with its gradients."""
+        """Insert the fused loss op that returns the reduced loss together with its gradients."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
@@ -514,7 +514,7 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the fused op's results per row (token), such as the log-sum-exps.
+        """Return one of the fused loss op's results per row (token), such as the log-sum-exps.
 
         The numbers are detached if no gradient flows back through the tail (loss or other result)
         that uses them."""
@@ -675,8 +675,8 @@ class GroupEmitter:
         return rows
 
     def _loss(self, tail: Tail) -> Node:
-        """Compute a loss from the fused op's results per token as cross_entropy does: apply class
-        weights and label smoothing, then the reduction."""
+        """Compute a loss from the fused loss op's results per token as cross_entropy does: apply
+        class weights and label smoothing, then the reduction."""
         e = self.editor
         if self.total is not None:
             return self.total

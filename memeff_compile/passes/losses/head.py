@@ -50,7 +50,7 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank product that is added to the projection's product: `scale * low @ up.T`."""
+    """A low-rank product, `scale * low @ up.T`, that is added to an output projection's product."""
 
     low: Node
     up: Node
@@ -102,7 +102,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor by which logits are multiplied or divided: one number, or one number per row."""
+    """A tensor by which logits are multiplied or divided: one number, or one per row (token)."""
 
     node: Node
     is_divisor: bool
@@ -403,7 +403,7 @@ class HeadReader:
         return None
 
     def product(self, node: Node) -> Head | None:
-        """Return the output projection whose product is a given node, or None."""
+        """Return the output projection whose matrix product is a given node, or None."""
         head = self._head(node)
         return head if isinstance(head, Head) else None
 
@@ -836,7 +836,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps after a projection, in order, into the fused loss op's arguments.
+    """Turn the pointwise steps after an output projection into the fused loss op's arguments.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the range of
     classes that remains after slices of the logits.
