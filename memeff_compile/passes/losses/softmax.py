@@ -71,7 +71,7 @@ class Peak:
     def is_that_of(self, other: Peak | None) -> bool:
         """Return whether `other` is the same maximum of the logits, so that the two cancel.
 
-        The graph may subtract the maximum from the logits and later add it again. The gradients
+        For example, a maximum m of logits x cancels in `(x - m) - logsumexp(x - m)`. The gradients
         cancel only if both maxima require a gradient, or neither does.
         """
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
