@@ -344,8 +344,9 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the compilation report's text on the fused op's engine: its name and measured speed.
+    """Return the compilation report's text on the engine, the implementation of the fused loss op.
 
+    The text names the engine. For a GPU, the text also says whether speed was measured on this GPU.
     A gradient filter drops classes with small gradients. If a filter is on, the text also names
     the filter's bound: a threshold, or for `mass` the probability mass that a row may lose. If the
     filter cannot drop any class of this match, the text says instead that the gradients are exact.

@@ -195,7 +195,7 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return a tensor's elements in the table's shape, or None if this needs more than slices.
+        """Return a tensor's elements, broadcastable to the table, or None if slices do not suffice.
 
         The table is the mask's condition on each key or query of each sequence. Slices suffice if
         each index in `at` is the index of a table axis plus a constant. The axes of `node` must

@@ -343,7 +343,9 @@ def _with_four_axes(editor: Editor, node: Node) -> Node:
 
 
 def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
-    """Return the compilation report's sentence for a mask that memeff::attention itself reads."""
+    """Return the compilation report's sentence for a mask tensor that memeff::attention reads.
+
+    The kernel reads the tensor at run time."""
     query, result = site.query.value, info.value(site.node)
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     return (

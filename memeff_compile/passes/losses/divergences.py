@@ -226,7 +226,7 @@ class DivergenceReader:
         return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
-        """Recognize a sum over the classes, and also over the rows (tokens) if all are summed."""
+        """Recognize a sum over the classes, or a sum over all classes and rows (tokens)."""
         name = node_name(node)
         if name == "kl_div":
             given = kl_arguments(node)
@@ -608,7 +608,7 @@ class DivergenceReader:
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
         """Recognize a sum over the classes of each row (token), multiplied or divided by constants.
 
-        Return the expression that is summed, multiplied by these constants.
+        Return the expression that is summed, multiplied or divided by the same constants.
         """
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:

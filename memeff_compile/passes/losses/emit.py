@@ -411,8 +411,8 @@ class GroupEmitter:
         matrices that multiply these inputs.
 
         Several low-rank products are combined into one, whose rank is the sum of their ranks. The
-        scales of these products are applied to the small low-rank inputs, not to the products,
-        which have one number per class.
+        scales of these products are applied to the small low-rank inputs. The products are larger:
+        they have one number per row (token) and class.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:

@@ -169,7 +169,7 @@ class Step:
 class Chain:
     """An output projection and the steps (nodes) that follow it, in order.
 
-    `node` is the last of these nodes."""
+    `node` is the node of the last step, or the projection's node if there are no steps."""
 
     head: Head
     steps: tuple[Step, ...]
