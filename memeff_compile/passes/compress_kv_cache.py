@@ -39,16 +39,16 @@ _POOL = len(op_folder.POOL)
 
 @dataclass
 class Site(cached.CachedSite):
-    """An attention call that reads decoded keys and values.
+    """An attention call that reads keys and values which were decoded from a low-bit KV cache.
 
-    The dense view is the node that decodes these keys and values from a low-bit cache. The site
-    also has the nodes between the dense view and the call.
+    The dense view (`view`) is the node that decodes these keys and values. The site also has the
+    nodes between the dense view and the call.
     """
 
     view: Node
 
     def tensors(self, info: GraphInfo) -> list[torch.Tensor | None]:
-        """Return the tensors of the cache."""
+        """Return the tensors of the low-bit KV cache."""
         return [info.tensor(node) for node in self.view.args[:_POOL]]
 
 

@@ -37,7 +37,8 @@ Logits without a loss are also not deferred in these cases:
   not the output projection);
 - a graph break follows the graph, so the code after the break gets ordinary logits.
 
-If the pass declines to defer logits, the report names the reason.
+If a pass declines to defer logits, the compilation report (`memeff_compile.last_report()`) names
+the reason.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ OUTSIDE_SENTENCE = (
 
 
 class DeferLogits(GraphPass):
-    """The pass that defers the logits of a training graph without a loss."""
+    """The pass that defers the logits of a training graph without a loss.
+
+    The rewritten graph returns hidden states. Deferred logits are computed from the hidden states
+    when they are first read.
+    """
 
     name = "defer_logits"
 

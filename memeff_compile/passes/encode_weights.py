@@ -66,8 +66,8 @@ class Several:
 class EncodeWeights(GraphPass):
     """The pass that makes linear layers compute with compressed weights directly.
 
-    The report merges entries that differ only in their locations, such as entries of equal layers.
-    So the bytes in an entry's text are those that one layer saves.
+    The compilation report merges entries that differ only in their locations, such as entries of
+    equal layers. So the bytes in an entry's text are those that one layer saves.
     """
 
     name = "encode_weights"

@@ -84,7 +84,10 @@ class ExpandMultihead(GraphPass):
     name = "expand_multihead"
 
     def find(self, info: GraphInfo) -> Iterable[Multihead]:
-        """Yield every call whose rewrite saves memory or time."""
+        """Yield every call of multi_head_attention_forward whose rewrite saves memory or time.
+
+        The rewrite replaces the call by linear layers and scaled_dot_product_attention.
+        """
         for node in info.visit(info.gm.graph.nodes):
             match = _read(info, node)
             if match is not None and _gains(info, match):
@@ -180,9 +183,9 @@ def _turned_from(node: Node) -> Node | None:
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
-    """Return phrases that name the advantages of the implementation that calls
-    scaled_dot_product_attention. If the original call uses this implementation already, return no
-    phrases.
+    """Return phrases that name the advantages of rewriting a multi_head_attention_forward call.
+
+    If the rewrite has no advantage over the original call, return no phrases.
     """
     said, form = [], _form(info, match)
     is_readable = form is not None and not form.rest
@@ -301,7 +304,10 @@ class _Expansion:
         self.width: int = match.given["embed_dim_to_check"]
 
     def result(self) -> Node:
-        """Insert all nodes of the new call; return the node of the output."""
+        """Insert linear layers and scaled_dot_product_attention, which replace the original call.
+
+        The original call is multi_head_attention_forward. Return the node that replaces its output.
+        """
         query, key, value = self._projected()
         keep = self._mask()
         attended = self.call(aten.scaled_dot_product_attention.default, query, key, value, keep)
@@ -342,7 +348,9 @@ class _Expansion:
         return found
 
     def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
-        """Split a packed weight or bias into three equal parts, for query, key and value."""
+        """Split a packed weight or bias of query, key and value into parts.
+
+        Each number in `shares` says how many of the three a part contains."""
         if packed is None or len(shares) == 1:
             return [packed] * len(shares)
         sizes = [share * self.width for share in shares]

@@ -33,7 +33,8 @@ The pass declines if one of these conditions holds:
 - a node writes to the logits in place before the divergence;
 - an operand is a tensor subclass.
 
-The page docs/passes/fuse-divergence.md lists the report's code for each reason to decline.
+The page docs/passes/fuse-divergence.md lists the compilation report's code for each reason to
+decline.
 """
 
 from __future__ import annotations
@@ -286,8 +287,10 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
 def _check_readers(
     info: GraphInfo, match: Divergence | Classes, covered: set[Node]
 ) -> Decline | None:
-    """Return a Decline if the logits are read by a node that is neither in `covered`, nor another
-    loss, nor the graph's output.
+    """Return a Decline if a node outside of `covered` reads a tensor that the rewrite removes.
+
+    `covered` contains the nodes that the rewrite replaces. The rewrite removes, for example, the
+    logits. Other losses and the graph's output may read the logits.
     """
     reader = HeadReader(info)
     tails = TailReader(info, reader)
@@ -335,7 +338,7 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 
 
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
-    """Return those operands of the fused op that have entries for each row.
+    """Return those operands of the fused op that have entries for each row (token).
 
     These are the masks of a divergence, or the class indices of a gather."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
@@ -519,10 +522,10 @@ def _emit_side(info: GraphInfo, side: Side, e: Editor) -> list[Node | None]:
 def _row_weight(
     info: GraphInfo, masks: Sequence[Mask], hidden: Node | None, e: Editor
 ) -> Node | None:
-    """Return one factor per row: the product of all masks of a divergence, or None without masks.
+    """Return one factor per row (token): the product of all masks of a divergence.
 
-    The factor is zero in rows that a mask sets to zero. The factors are fp32 numbers (fp64 for fp64
-    hidden states).
+    Without masks, return None. The factor is zero in rows that a mask sets to zero. The factors are
+    fp32 numbers (fp64 for fp64 hidden states).
     """
     assert hidden is not None
     total = None

@@ -14,7 +14,7 @@ The pass changes only graphs inside activation checkpoints. In a checkpoint, gat
 recomputed for the backward pass and have no other reader. So memeff::gated_linear may overwrite
 gate and up. Outside of checkpoints, the backward pass reads saved tensors, which
 memeff::gated_linear would have to copy first. So the pass does not rewrite linear layers outside of
-checkpoints, and the report does not mention these layers.
+checkpoints, and the compilation report does not mention these layers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FuseGatedLinear(GraphPass):
     """The pass that replaces the last linear layer (the down projection) of each gated MLP inside
     checkpoints.
 
-    The backward passes of the model's blocks run one after another, so the report shows the bytes
-    saved in one block, not a sum.
+    The compilation report shows the bytes saved in one block of the model, not a sum, because the
+    backward passes of the blocks run one after another.
     """
 
     name = "fuse_gated_linear"
@@ -78,7 +78,7 @@ class FuseGatedLinear(GraphPass):
         return None if found is None else found.counted(match.linear)
 
     def places(self, match: Gated) -> Sequence[Node]:
-        """Return the linear layer and the nodes that compute its input."""
+        """Return the down projection and the nodes that compute its input, `act(gate) * up`."""
         return (match.linear, match.product, match.activated)
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:

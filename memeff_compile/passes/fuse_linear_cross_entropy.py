@@ -37,8 +37,8 @@ The pass declines if one of these conditions holds:
 - each class of the logits is multiplied by a different number;
 - the output projection is in another graph.
 
-The page docs/passes/fuse-linear-cross-entropy.md lists the report's code for each reason to
-decline.
+The page docs/passes/fuse-linear-cross-entropy.md lists the compilation report's code for each
+reason to decline.
 """
 
 from __future__ import annotations
@@ -344,8 +344,9 @@ def _engine_name(info: GraphInfo, match: Site) -> str:
 
 
 def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
-    """Return the report's text about the fused op's implementation: its name and measured speed.
+    """Return the compilation report's text on the engine, the implementation of the fused loss op.
 
+    The text names the engine. For a GPU, the text also says whether speed was measured on this GPU.
     A gradient filter drops classes with small gradients. If a filter is on, the text also names
     the filter's bound: a threshold, or for `mass` the probability mass that a row may lose. If the
     filter cannot drop any class of this match, the text says instead that the gradients are exact.

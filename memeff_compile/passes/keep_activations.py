@@ -107,9 +107,11 @@ class KeepActivations(GraphPass):
     name = "keep_activations"
 
     def find(self, info: GraphInfo) -> Iterable[Products | Decline]:
-        """Yield, as one match, the results that an activation checkpoint should save.
+        """Yield one match: results of attention and linear layers that a checkpoint should save.
 
-        `info` is the graph of the checkpoint's body. For any other graph, yield no match."""
+        `info` is the graph of an activation checkpoint's body. For any other graph, yield no match.
+        Also yield a Decline for each attention call whose result cannot be saved.
+        """
         if info.called_by is None or not info.region.grad:
             return
         every = [_product(info, node) for node in info.visit(info.gm.graph.nodes)]

@@ -161,14 +161,18 @@ class _Writer:
         return found if is_zero else call(aten.add.Scalar, found, constant)
 
     def index(self, axis: Axis) -> Node:
-        """Insert a node with the indices along an axis."""
+        """Insert nodes with the indices along an axis of the table: sequences, keys or queries."""
         size = self.editor.size(self.batch if axis == self.row else self.length)
         how = {"dtype": torch.int64, "device": self.table.device}
         line = self.editor.call(aten.arange.default, size, **how)
         return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
 
     def read(self, read: Read) -> Node:
-        """Insert nodes that read the tensor elements `read`; convert read integers to 64 bits."""
+        """Insert nodes that load elements of a tensor, and return the node of these elements.
+
+        `read` names the tensor's node, and an index for each axis of the tensor. Integers are cast
+        to 64 bits.
+        """
         node = self.editor.bring_in(self.editor.info.current(read.node))
         node, at = self._selected(node, read.at)
         found = self._as_it_lies(node, at) or self._gathered(node, at)
@@ -176,7 +180,11 @@ class _Writer:
         return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
-        """For each axis whose index is a number, insert a selection, which removes the axis."""
+        """Insert a selection for each axis of `node` whose index in `at` is a constant integer.
+
+        Each selection removes its axis. Return the last node, and the indices of the axes that
+        remain.
+        """
         left: list[Linear] = []
         for place in reversed(range(len(at))):
             constant = at[place].constant
@@ -187,10 +195,11 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return a node's tensor for the table, or None if its axes are not the table's in order.
+        """Return a tensor's elements, broadcastable to the table, or None if slices do not suffice.
 
-        The table is the mask's condition on each key or query. If the table reads only a range of
-        the tensor, return a slice.
+        The table is the mask's condition on each key or query of each sequence. Slices suffice if
+        each index in `at` is the index of a table axis plus a constant. The axes of `node` must
+        also have the table's order.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
         axes = tuple(term for index in at for term in index.terms)

@@ -114,14 +114,16 @@ class Placed:
 def placed(
     info: GraphInfo, given: Sequence[Given], result: str, sizes: dict[str, Any], *, may_split: bool
 ) -> Placed | None:
-    """Return operands as arguments of an attention call, or None if their sizes do not match.
+    """Return query, key and value as arguments of an attention call, or None if sizes mismatch.
 
     Args:
+        given: query, key and value.
         result: the axes of the attention result.
-        sizes: the size of each axis of the scores. If any tensor between the attention's two matrix
-            products has separate axes for batch and heads, `sizes` contains both axes.
-        may_split: whether an axis of batch and heads may be split again, if views had joined the
-            two axes in all operands.
+        sizes: the size of each axis of the scores, by the axis's letter. If any tensor between the
+            attention's two matrix products has separate axes for batch and heads, `sizes` contains
+            both axes. Otherwise `sizes` contains one joined axis for batch and heads.
+        may_split: whether the joined axis may be split into batch and heads. The axis is split only
+            if views had joined the two axes in query, key and value.
     """
     known, moved, found = dict(sizes), list[Node](), list[Given]()
     for each in given:
@@ -151,8 +153,9 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return one operand as an argument of an attention call, and whether the operand has separate
-    batch and head axes.
+    """Return query, key or value as an attention call's argument, and whether `base` is used.
+
+    `base` is the 4D tensor whose batch and heads a view had joined, or None.
     """
     node, axes, wanted = given
     if FOLDED not in axes:

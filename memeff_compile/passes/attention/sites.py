@@ -66,12 +66,12 @@ class Site:
 
     @property
     def operands(self) -> tuple[Operand, Operand, Operand]:
-        """Return the operands: query, key and value."""
+        """Return the attention's operands: query, key and value."""
         return self.query, self.key, self.value
 
     @property
     def inputs(self) -> list[Node]:
-        """Return the nodes of the operands, and the node of the mask if there is one."""
+        """Return the nodes of query, key and value, and the node of the mask if there is one."""
         return [*(operand.node for operand in self.operands), *_nodes(self.mask)]
 
     @property
@@ -575,14 +575,14 @@ class _Read:
 
 @dataclass
 class _Factors:
-    """The numbers by which the scores are multiplied or divided, before and after `tanh`.
+    """The numbers by which attention scores are multiplied or divided before the mask is applied.
 
-    The numbers are listed from the mask back to the product of queries and keys. Without a softcap,
-    there is no `tanh`. The object does not record the sign of each number, only the sign of their
-    product, because tanh is odd.
+    In each list, the number that the graph applies last comes first. With a softcap (`tanh`), the
+    lists contain only the numbers that the graph applies before `tanh`. The object does not record
+    the sign of each number, only the sign of their product, because tanh is odd.
     """
 
-    cap: float | None = None
+    cap: float | None = None  # the scores' factor after `tanh`, without its sign; None: no `tanh`
     multiplied: list[float] = field(default_factory=list)
     divided: list[float] = field(default_factory=list)
     is_negative: bool = False

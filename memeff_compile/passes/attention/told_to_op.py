@@ -343,7 +343,9 @@ def _with_four_axes(editor: Editor, node: Node) -> Node:
 
 
 def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
-    """Return the report's sentence for a mask that the kernel reads at run time."""
+    """Return the compilation report's sentence for a mask tensor that memeff::attention reads.
+
+    The kernel reads the tensor at run time."""
     query, result = site.query.value, info.value(site.node)
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     return (
@@ -353,8 +355,10 @@ def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
-    """Return the report's sentence, which names the arguments that replace the mask, and the
-    tensors that are no longer built."""
+    """Return the compilation report's sentence about attention rewritten into memeff::attention.
+
+    The sentence names the arguments that replace the mask, and the tensors that are no longer
+    built."""
     query, key, result = site.query.value, site.key.value, info.value(site.node)
     ids = said.ids[0] if said.ids else None
     told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
@@ -399,8 +403,9 @@ def name_of(info: GraphInfo, node: Node) -> str:
 def _told(name: str, table: Table | None) -> str:
     """Return the compilation report's text for a table that replaces a mask; "" without a table.
 
-    A table contains the flags of visible keys, or ids. The text is the table's name. If the table
-    is computed from one or two graph inputs, the text also names these inputs."""
+    A table contains the flags of visible keys, or the ids of queries or keys. A query sees a key
+    only if their ids are equal. The text is the table's name. If the table is computed from one or
+    two graph inputs, the text also names these inputs."""
     if table is None:
         return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})

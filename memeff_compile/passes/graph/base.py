@@ -26,7 +26,7 @@ from .graph_info import GraphInfo, node_name
 class Decline:
     """The reason why a pass declined a match: a code, a sentence and a remedy.
 
-    `node` is the node whose location the report shows.
+    `node` is the node whose location the compilation report shows.
 
     The report merges equal declines into one record, whose field `sites` is their number.
     """
@@ -76,8 +76,8 @@ NOTED = (
 
 @dataclass
 class Done:
-    """The report's entries for a rewrite, and the changes outside of the graph that the backend
-    must make for the rewrite.
+    """The compilation report's entries for a rewrite, and the changes outside of the graph that the
+    backend must make for the rewrite.
 
     The report merges equal rewrites into one record, whose field `sites` is their number.
     `inductor` contains Inductor settings that suit the graph; the user's settings override these
@@ -99,9 +99,10 @@ class GraphPass(ABC):
 
     A pass finds matches (groups of nodes to rewrite) in a graph, checks each match, and rewrites
     the matches that pass the check. `find` and `check` do not change the graph. `rewrite`
-    edits the graph only through the editor. The pipeline verifies the result, and undoes the edits
-    of a match if the editor raises an error. A match is any object that `find` yields and
-    `places` can read, such as a node.
+    edits the graph only through its argument `editor`, an `Editor`, which can undo edits. The
+    pipeline verifies the result, and undoes the edits of a match if the editor raises an error. A
+    match may be any object, such as a node. `find` yields the matches, and `places` returns nodes
+    of a match.
 
     Attributes:
         name: the name of the pass in reports, in `memeff.skip` and in `memeff.strict`.
@@ -136,7 +137,7 @@ class GraphPass(ABC):
         return [match]
 
     def anchor(self, match: Any) -> Node:
-        """Return the node whose line of user code the reports show for `match`."""
+        """Return the node whose line of user code the compilation report shows for `match`."""
         return self.places(match)[0]
 
     @abstractmethod
@@ -154,8 +155,8 @@ class GraphPass(ABC):
         return self.places(match)
 
     def notes(self, info: GraphInfo) -> Iterable[tuple[str, str]]:
-        """Return notes on the whole graph for the report, as pairs of a reason code and a
-        sentence."""
+        """Return notes on the whole graph for the compilation report, as pairs of a reason code and
+        a sentence."""
         return ()
 
     def joins_ranks(self, info: GraphInfo, match: Any) -> bool:

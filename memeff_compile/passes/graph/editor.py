@@ -34,7 +34,7 @@ class EditRefused(Exception):
 
 
 class Editor:
-    """The edits of one match in one graph."""
+    """The edits of one match (a group of nodes that a pass rewrites) in one graph."""
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
@@ -168,7 +168,8 @@ class Editor:
         """Make a node of a surrounding graph available in this graph, an activation checkpoint's
         body.
 
-        Return the input of this graph for which the node is passed, and add the input if necessary.
+        Return this graph's placeholder that receives the value of `node`. If there is no such
+        placeholder, add one.
         """
         if node.graph is self.graph:
             return node
@@ -211,8 +212,9 @@ class Editor:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """Make every user of `old` use `new`; raise EditRefused if a user could see a
-        difference."""
+        """Make every user of `old` read `new`.
+
+        If the two nodes' values differ in a property, such as the dtype, raise EditRefused."""
         self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
         self._undo.append(partial(self.info.replaced.pop, old, None))

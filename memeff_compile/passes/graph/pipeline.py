@@ -243,7 +243,7 @@ class _Run:
         self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:
-        """Add a record of a rewrite, declined match or error to the report.
+        """Add a record of a rewrite, declined match or error to the compilation report.
 
         If `is_counted` is set and an earlier record differs only in location (such as the layer)
         and count, merge the two records.
@@ -262,8 +262,8 @@ def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) ->
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
-    """Call a method of a pass that returns text for the report; if the method raises an error,
-    return a default."""
+    """Call a method of a pass that returns text for the compilation report; if the method raises an
+    error, return a default."""
     try:
         return answer()
     except Exception:
@@ -284,7 +284,7 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return a rewrite's records for the graph's report: one for the change, one for each note."""
+    """Return the compilation report's records of a rewrite: for the change, and for each note."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)
@@ -296,7 +296,7 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error that a pass raised, and return a record of the error for the graph's report."""
+    """Log an error that a pass raised, and return the compilation report's record of the error."""
     text = "memeff_compile: internal error in %s, left as it was: %s"
     log.warning(text, name, what, exc_info=True)
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
@@ -350,8 +350,12 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise an error if a pass in `memeff.strict` declined a match, or found no match in
-    training."""
+    """Raise a StrictError if a pass that `memeff.strict` names declined a match or had an error.
+
+    A declined match is a part of the graph that looks like the pass's pattern but is not rewritten.
+    In a training graph, also raise the error if the pass made no change. Passes in
+    `MAY_FIND_NOTHING` may leave a training graph unchanged.
+    """
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
         fired = any(r.action in CHANGES for r in mine)

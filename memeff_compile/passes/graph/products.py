@@ -27,7 +27,7 @@ from .graph_info import same_shape
 
 @dataclass(frozen=True)
 class Factor:
-    """One operand of a matrix product, and the letters of its axes."""
+    """One operand of a matrix product, and the einsum letter of each of its axes."""
 
     node: Node
     letters: str
@@ -39,7 +39,7 @@ class Product:
 
     left: Factor
     right: Factor
-    letters: str  # the letters of the result's axes
+    letters: str  # the einsum letters of the result's axes
     summed: str  # the letter that is summed over
     added: Node | None = None
     alpha: Any = 1

@@ -355,8 +355,8 @@ remedy."""
 
 
 def said(found: Repeated) -> Record | None:
-    """Return a note for the report, which says how many layers share how many compiled functions,
-    or why the graph is not split.
+    """Return a note for the compilation report, which says how many layers share how many compiled
+    functions, or why the graph is not split.
     """
     if found.why_not:
         why, hint = WHY_NOT[found.why_not]

@@ -60,7 +60,7 @@ Terms = Mapping[tuple[Atom, ...], float]
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask with one number per row, by which a divergence is multiplied.
+    """A mask with one number per row (token), by which a divergence is multiplied.
 
     With `fills`, the divergence is instead set to zero in rows in which the mask is True.
     """
@@ -84,7 +84,7 @@ class Expression:
 
 @dataclass
 class Divergence:
-    """A divergence with one number per row, and the nodes that scale, mask and sum these
+    """A divergence with one number per row (token), and the nodes that scale, mask and sum these
     numbers."""
 
     node: Node  # the node that is replaced
@@ -226,7 +226,7 @@ class DivergenceReader:
         return None
 
     def _reduced(self, node: Node) -> tuple[Expression, str, Node] | None:
-        """Recognize a sum over the classes, and also over the rows if all elements are summed."""
+        """Recognize a sum over the classes, or a sum over all classes and rows (tokens)."""
         name = node_name(node)
         if name == "kl_div":
             given = kl_arguments(node)
@@ -542,8 +542,8 @@ class DivergenceReader:
         return side.chain is None, self.info.positions[side.node]
 
     def _follow(self, match: Divergence, rows: Any) -> None:
-        """Extend a divergence by the later nodes that turn its numbers, one per row, into a single
-        number."""
+        """Extend a divergence by the later nodes that turn its numbers, one per row (token), into a
+        single number."""
         steps = _Steps([], 1.0)
         node = match.node
         while len(node.users) == 1 and len(steps.nodes) < _MAX_DEPTH:
@@ -575,7 +575,7 @@ class DivergenceReader:
     def _adds_another(self, match: Divergence, node: Node, call: Any, steps: _Steps) -> bool:
         """Include another sum over the classes, such as sum(p log q), in a divergence.
 
-        `node` has the divergence's numbers, one per row. `call` must be an addition or a
+        `node` has the divergence's numbers, one per row (token). `call` must be an addition or a
         subtraction, in either order, of `node` and a second sum. Both must compare the same two
         softmaxes. The divergence then contains the nodes of both sums. Return whether the second
         sum was included.
@@ -606,8 +606,10 @@ class DivergenceReader:
         return True
 
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
-        """Recognize a tensor with one number per row: a sum over the classes, multiplied by
-        numbers."""
+        """Recognize a sum over the classes of each row (token), multiplied or divided by constants.
+
+        Return the expression that is summed, multiplied or divided by the same constants.
+        """
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:
             return None
@@ -633,7 +635,7 @@ class DivergenceReader:
     def _is_linear(self, node: Node, user: Node, call: Any, steps: _Steps) -> bool:
         """Return whether `user` only reshapes `node`, or multiplies it by a factor or a mask.
 
-        `node` has a divergence's numbers, one per row. The factor or mask is recorded in
+        `node` has a divergence's numbers, one per row (token). The factor or mask is recorded in
         `steps`."""
         a, op = call.args, call.op
         if op is aten.neg.default:
@@ -665,7 +667,7 @@ class DivergenceReader:
 
 @dataclass
 class _Steps:
-    """The nodes that multiply a divergence's per-row numbers by factors."""
+    """The nodes that scale, mask or reshape a divergence's numbers, one per row (token)."""
 
     nodes: list[Node]
     factor: float
@@ -781,8 +783,9 @@ def _added(
 
 
 def _product(left: Terms, right: Terms) -> dict[tuple[Atom, ...], float] | None:
-    """Return the product of two polynomials, or None if a term has more than two factors, which
-    occurs in no divergence."""
+    """Return the product of two polynomials in softmax probabilities and their logarithms.
+
+    If a term has more than two factors, which occurs in no divergence, return None."""
     terms: dict[tuple[Atom, ...], float] = {}
     for some, each in left.items():
         for others, factor in right.items():
@@ -851,11 +854,12 @@ def _keys(atom: Atom) -> tuple[Any, ...]:
 
 
 def _coefficients(terms: Terms, student: Any, teacher: Any) -> Coefficients | None:
-    """Return the factors of six sums, such as sum(q log p), that add up to a divergence.
+    """Return the factors of a divergence, which is a weighted sum of six sums over the classes.
 
-    The op memeff::linear_divergence computes these sums. p is the student's softmax, q is the
-    teacher's, and m is a mixture of p and q. `terms` is the divergence as a polynomial. If the
-    polynomial has other terms, such as those of a third softmax, return None.
+    An example of these sums is sum(q log p). The op memeff::linear_divergence computes the sums. p
+    is the student's softmax, q is the teacher's, and m is a mixture of p and q. `terms` is the
+    divergence as a polynomial in p, q, log p, log q and log m. If the polynomial has other terms,
+    such as those of a third softmax, return None.
     """
     factors, shares = dict.fromkeys(Coefficients._fields, 0.0), set[float]()
     letters = {student: "p", teacher: "q"}
@@ -883,8 +887,9 @@ def _joined(
 ) -> Coefficients | None:
     """Return the coefficients of first * left + second * right, a weighted sum of divergences.
 
-    A divergence may have terms with a mixture, a weighted mean of student's and teacher's
-    probabilities. If `left` and `right` have mixtures with different weights, return None."""
+    Coefficients are factors of sums over the classes, such as sum(q log p). A divergence may have
+    terms with a mixture, a weighted mean of student's and teacher's probabilities. If `left`
+    and `right` have mixtures with different weights, return None."""
     if left.has_mixture and right.has_mixture and left.share != right.share:
         return None
     pairs = zip(left, right, strict=True)

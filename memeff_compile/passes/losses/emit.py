@@ -50,12 +50,13 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group the tails (losses and other results of the logits) that one fused call can compute.
+    """Group the tails (losses and other results of logits) that one fused loss call can compute.
 
     The tails of a group have:
 
     - the same scale, softcap and bias, and the same targets if they have targets;
-    - the same rows, but a tail without targets may use only some of the group's rows;
+    - the same rows (tokens) of the logits, but a tail without targets may use only some of the
+      group's rows;
     - inputs that are all computed before the group's first tail, or can be computed again there.
 
     Groups whose tails have no targets and use different ranges of the rows may become one group.
@@ -73,11 +74,11 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
 
 
 def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
-    """Combine tails (losses and other results of the logits) that use different ranges of the rows.
+    """Combine tails (losses and other results of logits) that use different ranges of the rows.
 
-    Such ranges are, for example, chunks into which the user's code splits the rows. One call of the
-    fused op then computes the results per row of all ranges. The ranges are not combined if
-    together they have less than half of the rows.
+    Such ranges are, for example, chunks into which the user's code splits the rows (tokens). One
+    call of the fused loss op then computes the results per row of all ranges. The ranges are not
+    combined if together they have less than half of the rows.
     """
     kept: list[list[Tail]] = []
     parts: dict[Any, list[list[Tail]]] = {}
@@ -141,7 +142,7 @@ _TARGET_MOVES = named(
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return the nodes that the graph must compute again before the call of the fused op.
+    """Return the nodes that the graph must compute again before the call of the fused loss op.
 
     The call comes before the group's first tail (a loss or another result of the logits). The nodes
     to compute again are targets or class weights, for example labels that the graph shifts after it
@@ -253,7 +254,7 @@ def emit_size(info: GraphInfo, editor: Editor, read: SizeRead) -> None:
 
 
 def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
-    """Return whether the fused op's forward pass also computes the gradients.
+    """Return whether the fused loss op's forward pass also computes the gradients.
 
     Return True only if the call has a single loss that is reduced to one number. In an activation
     checkpoint, return False, because the forward pass runs twice there.
@@ -293,10 +294,10 @@ def gathered(group: Sequence[Tail]) -> list[str]:
 
 
 def pieces_met(info: GraphInfo, group: Sequence[Tail], shard: op_folder.Shard) -> int:
-    """Return how many times the ranks exchange numbers per row during a call of the fused loss op.
+    """Return how many exchanges between the ranks one call of the fused loss op makes.
 
-    The call computes the losses in `group`. Each rank has a shard of the classes. For each row
-    (token), a rank sends numbers such as the log-sum-exp over the rank's classes.
+    The call computes the losses in `group`. Each rank has a shard of the classes. In an exchange,
+    each rank sends a few numbers per row (token), such as the log-sum-exp over the rank's classes.
     """
     if not is_total(info, group):
         return 1
@@ -339,7 +340,7 @@ class GroupEmitter:
         self._silent = False
 
     def op_call(self) -> None:
-        """Insert one call of the fused op for all losses in `self.group`.
+        """Insert one call of the fused loss op for all losses in `self.group`.
 
         The call gets the rows (tokens) that these losses use."""
         e, head = self.editor, self.head
@@ -398,7 +399,7 @@ class GroupEmitter:
         return e.call(op_folder.linear_cross_entropy_over_ranks, *operands, **settings)
 
     def _here(self, node: Node, summed: int | None = None) -> Node:
-        """If the projection is split over ranks, return the node of this rank's shard of an
+        """If the output projection is split over ranks, return the node of this rank's shard of an
         operand, otherwise return the operand itself.
         """
         if self.split is None:
@@ -406,11 +407,12 @@ class GroupEmitter:
         return shards.here(self.editor, self.head, node, summed)
 
     def _low_rank(self, steps: Sequence[Step]) -> list[Node]:
-        """Return the inputs of the projection's low-rank products (such as LoRA's), and the
+        """Return the inputs of the output projection's low-rank products (such as LoRA's), and the
         matrices that multiply these inputs.
 
         Several low-rank products are combined into one, whose rank is the sum of their ranks. The
-        scales of these products are applied to the small low-rank inputs, not to V numbers per row.
+        scales of these products are applied to the small low-rank inputs. The products are larger:
+        they have one number per row (token) and class.
         """
         e, lows, ups = self.editor, list[Node](), list[Node]()
         for part in self.head.parts:
@@ -471,7 +473,7 @@ class GroupEmitter:
         return self.editor.call(aten.slice.Tensor, vector, 0, shard.first, stop)
 
     def _total_call(self, operands: Sequence[Node | None], low_rank: Sequence[Node]) -> None:
-        """Insert the fused op that returns the reduced loss together with its gradients."""
+        """Insert the fused loss op that returns the reduced loss together with its gradients."""
         e, tail = self.editor, self.group[0]
         row_weight = norm = None
         if tail.class_weight is not None or tail.reduction == 1:
@@ -512,7 +514,7 @@ class GroupEmitter:
         return any(tail.kind in kinds for tail in self.group)
 
     def _rows(self, index: int) -> Node:
-        """Return one of the fused op's results per row (token), such as the log-sum-exps.
+        """Return one of the fused loss op's results per row (token), such as the log-sum-exps.
 
         The numbers are detached if no gradient flows back through the tail (loss or other result)
         that uses them."""
@@ -587,7 +589,7 @@ class GroupEmitter:
 
     def result(self, tail: Tail) -> Node:
         """Insert the result of `tail` (a loss or another result of the logits), computed from the
-        fused op's per-row results."""
+        fused loss op's results per row (token)."""
         e = self.editor
         self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
@@ -604,8 +606,9 @@ class GroupEmitter:
         return e.call(shards.on_every_rank, found, self.head.weight) if is_spread else found
 
     def _entry(self, tail: Tail) -> Node:
-        """Return each row's logit at its target, which the original graph computes by a gather or a
-        sum with a one-hot tensor."""
+        """Return each row's (token's) logit or log-probability at its target.
+
+        The original graph computes this number by a gather or a sum with a one-hot tensor."""
         e, found, factor = self.editor, self._rows(_NLL), tail.factor
         if tail.kind == "log_prob":
             factor = -factor  # the op returns minus the log-probability
@@ -631,8 +634,9 @@ class GroupEmitter:
         return self.editor.call(aten.mul.Scalar, node, factor)
 
     def _statistic(self, tail: Tail) -> Node:
-        """Return one number per row for `tail` (a loss or another result of the logits), computed
-        from the fused op's per-row results."""
+        """Return one number per row (token) for `tail`, a loss or another result of the logits.
+
+        The number is computed from the fused loss op's results for the row."""
         kind = tail.kind
         if kind in SUMS:
             return self._by_number(self._class_sum(kind), tail.factor)
@@ -646,7 +650,7 @@ class GroupEmitter:
         return entropy
 
     def _class_sum(self, kind: str) -> Node:
-        """Return, for each row, the sum of its logits or log-probabilities over the classes."""
+        """Return each row's (token's) sum of logits or log-probabilities over the classes."""
         e, rows = self.editor, self._rows(_LOGIT_SUM)
         if kind not in ("log_prob", "log_prob_sum"):
             return rows
@@ -654,8 +658,8 @@ class GroupEmitter:
         return e.call(aten.sub.Tensor, rows, spread)
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
-        """From the fused op's per-row results, select the rows that a loss (or another result of
-        the logits) uses, and reshape the selected numbers."""
+        """From the fused loss op's results per row (token), select the rows that a loss (or another
+        result of the logits) uses, and reshape the selected numbers."""
         e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
         is_known = all(isinstance(size, int) for size in wanted.shape)
@@ -671,8 +675,8 @@ class GroupEmitter:
         return rows
 
     def _loss(self, tail: Tail) -> Node:
-        """Compute a loss from the fused op's results per token as cross_entropy does: apply class
-        weights and label smoothing, then the reduction."""
+        """Compute a loss from the fused loss op's results per token as cross_entropy does: apply
+        class weights and label smoothing, then the reduction."""
         e = self.editor
         if self.total is not None:
             return self.total

@@ -50,7 +50,7 @@ _HEAD_WIDTH = 4  # a head is wider than this times its input
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank product that is added to the projection's product: `scale * low @ up.T`."""
+    """A low-rank product, `scale * low @ up.T`, that is added to an output projection's product."""
 
     low: Node
     up: Node
@@ -102,7 +102,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor by which logits are multiplied or divided: one number, or one number per row."""
+    """A tensor by which logits are multiplied or divided: one number, or one per row (token)."""
 
     node: Node
     is_divisor: bool
@@ -167,7 +167,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """An output projection, and the steps from it to `node`, in order."""
+    """An output projection and the steps (nodes) that follow it, in order.
+
+    `node` is the node of the last step, or the projection's node if there are no steps."""
 
     head: Head
     steps: tuple[Step, ...]
@@ -180,18 +182,18 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for chains whose logits have the same rows in the same order.
+        """Return a key for the rows of this chain (an output projection and the nodes after it).
 
-        A chain is an output projection with the steps (nodes) after it. The key contains one entry
-        per step that reorders, selects or regroups rows. The key omits reshapes after the last
-        selection or reordering.
+        If two chains of one output projection have equal keys, their logits have the same rows
+        (tokens) in the same order. The key contains one entry per step (node) that reorders,
+        selects or regroups rows. The key omits reshapes after the last selection or reordering.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
     def is_of(self, other: Chain) -> bool:
-        """Return whether the other chain's logits contain all rows of this chain's logits.
+        """Return whether the logits of `other` contain all rows (tokens) of this chain's logits.
 
         A chain is an output projection with the steps (nodes) after it. The two chains must have
         the same output projection."""
@@ -259,11 +261,11 @@ _MAX_PARTS = 8  # low-rank products added to a head's
 
 
 class HeadReader:
-    """The reader of all chains in one graph; the reader analyses each node once.
+    """Reads the output projections of one graph, each with the steps after it (a chain).
 
-    A chain is an output projection and the steps after it, such as row selections, casts, scales
-    and a softcap. The reader looks up in a table which ATen ops a node calls. If the table lacks a
-    node's function and `tracing` is set, the reader runs the node on fake tensors. Such a run takes
+    Steps are nodes such as row selections, casts, scales and a softcap. The reader analyses each
+    node once, and looks up in a table which ATen ops the node calls. If the table lacks a node's
+    function and `tracing` is set, the reader runs the node on fake tensors. Such a run takes
     milliseconds.
     """
 
@@ -273,10 +275,10 @@ class HeadReader:
         self._products = 0  # products of two tensors alike whose operands are being read
 
     def chain(self, node: Node) -> Chain | Decline:
-        """Return the chain that ends in `node`, or a Decline with the reason why there is none.
+        """Return an output projection and the steps from it to `node`, which form a chain.
 
-        A chain is an output projection and the steps after it, such as row selections, casts,
-        scales and a softcap.
+        Steps are nodes such as row selections, casts, scales and a softcap. If there is no such
+        chain, return a Decline with the reason.
         """
         if node not in self._chains:
             self._chains[node] = self._read_chain(node)
@@ -401,7 +403,7 @@ class HeadReader:
         return None
 
     def product(self, node: Node) -> Head | None:
-        """Return the output projection whose product is a given node, or None."""
+        """Return the output projection whose matrix product is a given node, or None."""
         head = self._head(node)
         return head if isinstance(head, Head) else None
 
@@ -503,10 +505,11 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return the (V, D) weight of which the given (D, V) operand is a transpose, and False.
+        """Return a projection's weight without its transpose, and whether the weight is (D, V).
 
-        V is the number of classes, and D the hidden size. If the operand is no plain transpose,
-        return the operand and True."""
+        V is the number of classes, and D the hidden size. If `node`, a (D, V) tensor, is a plain
+        transpose, return the (V, D) tensor before the transpose, and False. Otherwise return `node`
+        and True."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
@@ -529,10 +532,11 @@ class HeadReader:
     def _source(
         self, node: Node, transposed: bool, dtype: torch.dtype, casts: list[Node]
     ) -> tuple[Node, bool]:
-        """Follow a weight or a bias back through casts and transposes, to the node before them.
+        """Follow an output projection's weight or bias back through casts and transposes.
 
-        Each cast must preserve all values, or must be to the dtype to which the product casts its
-        operands anyway.
+        Return the node before them, and whether it is a weight of shape (D, V): hidden size by
+        classes. Each cast must keep the dtype of its operand, or must be to `dtype`, in which the
+        projection's matrix product computes.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)
@@ -832,7 +836,7 @@ _UNFOLDED_HINTS = {
 
 
 def fold(chain: Chain) -> Modifiers | Decline:
-    """Turn the pointwise steps after a projection, in order, into the fused loss op's arguments.
+    """Turn the pointwise steps after an output projection into the fused loss op's arguments.
 
     The arguments are scale, softcap, bias, the tensors that multiply the logits, and the range of
     classes that remains after slices of the logits.
@@ -946,7 +950,9 @@ _STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 def _row_kind(call: Call, rank: int) -> str | None:
     """If a call on logits keeps all their classes, return the call's kind (a `Step.kind`).
 
-    This kind is `same`, `reshape`, `rows`, `move` or `detach`. For any other call, return None.
+    The kind `rows` reorders or selects rows (tokens), `reshape` regroups leading dimensions, and
+    `move` moves the class dimension to position 1. A call of kind `same` or `detach` changes no
+    value. For any other call, return None.
     """
     op, args = call.op, call.args
     last = rank - 1

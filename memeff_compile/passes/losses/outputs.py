@@ -171,8 +171,8 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput], way_out: str = "") -
     """Return the reason why the logits that a graph returns cannot be deferred or removed.
 
     Deferred logits are computed only when they are first read. If the logits in `outputs` can be
-    deferred or removed, return None. `way_out` is the remedy that the report names if no loss in
-    the graph reads the logits.
+    deferred or removed, return None. `way_out` is the remedy that the compilation report names if
+    no loss in the graph reads the logits.
     """
     if not outputs:
         return None
@@ -349,7 +349,7 @@ def rewrite(
 
     If several outputs share their memory, the first of them becomes the hidden states, and the
     others become None. Return the plan from which the backend makes deferred logits, which are
-    computed when first read. Also return the notes for the report."""
+    computed when first read. Also return the notes for the compilation report."""
     if not outputs:
         return [], []
     values: Any = info.output.args[0]
@@ -397,8 +397,9 @@ def rewrite(
 
 
 def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Describe `steps`, nodes that make a returned view of logits, as calls of view operations.
+    """Return the view operations, each with its arguments, that the nodes in `steps` apply.
 
+    The graph applies these operations to logits, and returns the resulting view of the logits.
     `slots` contains the outputs of the graph. Sizes that differ from one call of the graph to the
     next are appended as additional outputs.
     """

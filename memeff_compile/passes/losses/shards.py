@@ -35,10 +35,10 @@ HINT = (
 
 
 def sentence(split: Split, numbers: Sequence[int], count: int) -> str:
-    """Return the report's sentence about an output projection that is split over ranks.
+    """Return the compilation report's sentence about an output projection split over ranks.
 
-    The sentence names the classes of this rank, how many times the ranks exchange per-row numbers,
-    and how many numbers they exchange.
+    The sentence names the classes of this rank. The ranks exchange numbers for each row (token).
+    The sentence also says how often they do so, and how many numbers per row they exchange.
     """
     shard = split.shard
     last = shard.first + shard.columns - 1
@@ -92,7 +92,7 @@ def is_everywhere(value: Any) -> bool:
 
 
 def _is_by_classes(logits: Any) -> bool:
-    """Return whether each rank has the complete logits, or the logits of all rows for some of the
+    """Return whether each rank has the logits of all rows (tokens), for all or some of the
     classes."""
     from torch.distributed.tensor import Shard
 
@@ -135,7 +135,7 @@ def _declined(said: str, node: Node) -> Decline:
 
 
 def here(editor: Editor, head: Any, node: Node, summed: int | None = None) -> Node:
-    """Return a node for this rank's shard of `node`, an operand of the projection.
+    """Return a node for this rank's shard of `node`, an operand of the output projection.
 
     Insert the node before the projection, unless an earlier call has inserted it."""
 

@@ -69,8 +69,10 @@ class Peak:
         return len(dims) == 1 and dims[0] % rank == self.dim
 
     def is_that_of(self, other: Peak | None) -> bool:
-        """Return whether the addition of the maximum `other` cancels the subtraction of this
-        maximum, in the values and in the gradients.
+        """Return whether `other` is the same maximum of the logits, so that the two cancel.
+
+        For example, a maximum m of logits x cancels in `(x - m) - logsumexp(x - m)`. The gradients
+        cancel only if both maxima require a gradient, or neither does.
         """
         return other is not None and (self.node, self.trains) == (other.node, other.trains)
 
