@@ -92,8 +92,8 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the formula of the bytes of all tensors in `parts`, which exist at this moment of a
-        step."""
+        """Return the formula of the bytes of all tensors in `parts`: those that exist at this
+        moment of a step."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 

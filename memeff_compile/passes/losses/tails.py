@@ -371,8 +371,8 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return a Decline if a node indexes single elements of log-probabilities with row indices
-        that are not 0, 1, 2 and so on."""
+        """Return a Decline (the reason for no rewrite) if a node indexes log-probabilities with row
+        indices that are not 0, 1, 2 and so on."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
