@@ -445,9 +445,9 @@ def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
     """Return the addition after a call of `memeff::ternary_linear`, and the addition's other
     operand.
 
-    `nodes` has only this call, and the call has only one result. Return None if there are more
-    calls or results, or if the call cannot include the addition. For example, the other operand is
-    computed after the call."""
+    If `nodes` has several calls, or the call has several results, return None. Also return None if
+    the call cannot include the addition, for example because the other operand is computed after
+    the call."""
     items, (first, *others) = list(nodes[0].users), nodes
     packed: Any = first.args[1]
     found = None if others or len(items) != 1 or len(packed) != 1 else read_added(items[0])

@@ -289,7 +289,7 @@ class Explanation(VerbReport):
         memory: str | int | None = None,
         **given: Any,
     ) -> Plan:
-        """Return the predicted memory of a training step, for example with another optimizer.
+        """Return the predicted memory of a training step, for example with a given optimizer.
 
         Args:
             batch: sequences per GPU; by default as in the model call that `explain` traced.

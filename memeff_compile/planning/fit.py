@@ -61,7 +61,7 @@ LINES = {
 class Kind(NamedTuple):
     """A way to train a model, such as checkpointing with 8-bit AdamW.
 
-    The table that `fit` returns has one row for each object of this class."""
+    The table that `fit` returns has one row for each way in `KINDS`."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"

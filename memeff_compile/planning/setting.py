@@ -83,7 +83,7 @@ class Facts:
 class Moment:
     """A moment of a step at which memory can be largest: its name, and the memory in use.
 
-    In a `Footprint`, this memory does not include the weights."""
+    In a `Footprint`, this memory does not include the weights and the optimizer state."""
 
     place: str
     parts: Parts

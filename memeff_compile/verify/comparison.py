@@ -341,9 +341,10 @@ class Comparison:
         """Return the arguments for one run of the original or of the rewritten graph, and the leaf
         tensors that get gradients.
 
-        With `wide`, floating-point tensors are converted to float64. Tensors are copied, except
-        parameters that no graph writes to and whose dtype does not change. The list of leaf tensors
-        has None for each argument that gets no gradient."""
+        With `wide`, floating-point tensors are converted to float64, and complex tensors to
+        complex128. Tensors are copied, except parameters that no graph writes to and whose dtype
+        does not change. The list of leaf tensors has None for each argument that gets no
+        gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):
