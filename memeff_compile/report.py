@@ -104,7 +104,8 @@ class VerbReport(ABC):
         """Return the whole report as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
-        """Return the bytes of the changed tensors before and after the change, or None.
+        """Return the bytes of the tensors that the reported function changed, before and after the
+        change, or None.
 
         None means that the report has no such counts. A notebook draws the two counts as bars."""
         return None
@@ -151,27 +152,33 @@ class Record:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
 
     def says_the_same_as(self, other: Record) -> bool:
-        """Return whether two records agree in everything except their locations and their count."""
+        """Return whether two records (entries of the report) agree in everything except their
+        locations and their count."""
         placed = replace(other, source=self.source, module=self.module, sites=self.sites)
         return self == replace(placed, also=self.also)
 
     def joined(self, other: Record) -> Record:
-        """Return this record with the locations of an otherwise equal record added to its own."""
+        """Return this record (entry of the report), with the locations of an otherwise equal record
+        added."""
         modules = filter(None, (*self.also, other.module, *other.also))
         return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
     @property
     def formula(self) -> sympy.Expr | None:
-        """Return the formula of the bytes that are no longer allocated, or None if the record has
-        no formula."""
+        """Return the formula of the bytes that a rewrite saves, or None if this record has no
+        formula.
+
+        If a pass declined the rewrite, these are the bytes that the rewrite would save."""
         if self.bytes_before is None:
             return None
         return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
 
     @property
     def bytes_saved(self) -> int | None:
-        """Return `formula` as a number, with the values in `sizes` for its symbols, or None if a
-        value is missing."""
+        """Return the saved bytes (`formula`) as a number, with the values in `sizes` for its
+        symbols.
+
+        Return None if a value is missing, or if there is no formula."""
         return self._value(self.formula)
 
     def _value(self, formula: sympy.Expr | None) -> int | None:
@@ -185,7 +192,7 @@ class Record:
         return self._text(1, set())
 
     def _text(self, times: int, quoted: set[str]) -> str:
-        """Return one text for `times` equal records.
+        """Return one text for `times` equal records (entries of the report).
 
         `quoted` contains the user's source lines that an earlier text already quotes. For such a
         line, the text shows only the file and the line number.
@@ -259,14 +266,15 @@ class Record:
 
 
 def _is_unfused(record: Record) -> bool:
-    """Return whether a record says that a loss was not fused."""
+    """Return whether a record (an entry of the report) says that a loss was not fused."""
     is_about_loss = record.pass_name == _LOSS_PASS and record.code not in _NO_LOSS_TO_FUSE
     return is_about_loss and record.action == "declined"
 
 
 def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
-    """Merge equal records, which usually come from several layers; return each record with its
-    count.
+    """Merge equal records (entries of the report), which usually come from several layers.
+
+    Return each record with its count.
     """
     found: list[tuple[Record, int]] = []
     for record in records:
@@ -327,15 +335,17 @@ class LogitsUse:
             self.readers.setdefault(reason, (line, False))
 
     def record_gradient(self, reason: str, line: str) -> None:
-        """Record that a backward pass went through the op `reason`, which had read the logits.
+        """Record that a backward pass went through the op that `reason` names.
 
-        So the op is a part of a loss, and this loss needs the logits.
+        The op had read the logits. So the op is a part of a loss, and this loss needs the logits.
         """
         if not self.has_gradient(reason):
             self.readers[reason] = (line, True)
 
     def has_gradient(self, reason: str) -> bool:
-        """Return whether a backward pass went through the op `reason`, which read the logits."""
+        """Return whether a backward pass went through an op that read the logits.
+
+        `reason` names this op."""
         return reason in self.readers and self.readers[reason][1]
 
     @property
@@ -349,7 +359,8 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return a copy of the current counts of calls and of computed logits."""
+        """Return a copy of this object with the current counts of uses of deferred logits (computed
+        when first read)."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )
@@ -360,7 +371,8 @@ class LogitsUse:
         return cls(**{**data, "readers": readers})
 
     def restore(self, earlier: LogitsUse) -> None:
-        """Reset the counts to those of an earlier copy."""
+        """Reset the counts of uses of deferred logits (computed when first read) to those of an
+        earlier copy of this object."""
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:
@@ -542,15 +554,16 @@ class Report(VerbReport):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Return the records of all graphs in one tuple."""
+        """Return the records of all graphs in one tuple: changes, declined matches and other
+        entries."""
         return tuple(record for graph in self.graphs for record in graph.records)
 
     @property
     def bytes_saved(self) -> int:
-        """Return the number of bytes that are not allocated, as far as it is known.
+        """Return the number of bytes that the passes save, as far as it is known.
 
-        The number includes the bytes that all changes save. It also includes the bytes of the
-        logits that losses outside of the graphs did not need."""
+        The number includes the bytes saved by all changes that passes made to the graphs. The
+        number also includes the bytes of logits that losses outside of the graphs did not need."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
@@ -578,8 +591,8 @@ class Report(VerbReport):
         """Return the rewrites with their locations and the declined matches with their reasons, by
         graph.
 
-        Equal records of several layers are merged, and so are graphs in which no pass found a
-        match. `to_json` lists each record and each graph.
+        Equal entries of several layers are merged, and so are graphs in which no pass found a
+        match. `to_json` lists each entry and each graph.
 
         Example:
             >>> print(memeff_compile.last_report().details())  # doctest: +SKIP
@@ -635,11 +648,12 @@ class Report(VerbReport):
         """Return suggestions for the user, in this order:
 
         - advice on PyTorch's limit of graphs, if a function reached this limit;
-        - the hint (remedy) of the most important record;
+        - the hint (remedy) of the most important record (entry of the report);
         - advice on code that reads deferred logits (logits that are computed when first read).
 
-        Among the records, an error of a pass takes precedence over a loss that was not fused. This
-        loss takes precedence over the declined match that would save the most memory.
+        Among the records, an error of a pass takes precedence over a loss that was not fused. Such
+        a loss takes precedence over other matches that passes declined to rewrite. Among those, the
+        match that would save the most memory takes precedence.
         """
         hinted = [r for r in self.records if r.hint and r.action not in (*CHANGES, "note")]
         hinted += [r for r in self.records if r.hint and r.action == "note"]
@@ -685,7 +699,8 @@ class Report(VerbReport):
         return [g.logits for g in self.graphs if g.training and g.logits is not None]
 
     def _unfused(self) -> list[Record]:
-        """Return the records of losses in training graphs that were not fused."""
+        """Return the records (entries of the report) of losses in training graphs that were not
+        fused."""
         return [
             r for graph in self.graphs if graph.training for r in graph.records if _is_unfused(r)
         ]

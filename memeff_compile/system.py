@@ -43,9 +43,9 @@ class PassFacts:
 
 @dataclass(frozen=True)
 class SystemPass:
-    """A pass that a system adds, and the core pass after which it runs.
+    """A pass of a system, which is an optional part of this package, such as KV caches.
 
-    A system is an optional part of this package, such as KV caches."""
+    `after` names the pass of the core (the rest of the package) after which this pass runs."""
 
     facts: PassFacts
     source: str  # "module:class"
@@ -54,9 +54,8 @@ class SystemPass:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `memeff_compile.compile`, as passed to each system.
-
-    A system is an optional part of this package, such as KV caches."""
+    """One call of `memeff_compile.compile`, as passed to each system (optional part of this
+    package, such as KV caches)."""
 
     model: object
     options: Any  # the parsed `Options`
@@ -65,9 +64,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Undone:
-    """The changes to a model that a system undid, and the changes that could not be undone.
+    """The changes to a model that were undone, and the changes that could not be undone.
 
-    A system is an optional part of this package, such as KV caches, that can change a model."""
+    A system (an optional part of this package, such as KV caches) had made these changes."""
 
     what: str = ""  # a short description, or "" if no part was changed
     places: Mapping[str, str] = field(default_factory=dict)  # new state by name
@@ -97,16 +96,15 @@ class Hooks:
         method, because a backend cannot change the model."""
 
     def wants(self, request: Request) -> bool:
-        """Return whether a call of `memeff_compile.compile` asks this system to change the model.
-
-        A system is an optional part of this package, such as KV caches."""
+        """Return whether a call of `memeff_compile.compile` asks this system (an optional part of
+        this package, such as KV caches) to change the model."""
         return False
 
     def check(self, request: Request) -> None:
-        """Raise an error if this system does not support a call of `memeff_compile.compile`.
+        """Raise an error if this system (an optional part of this package) does not support a call
+        of `memeff_compile.compile`.
 
-        A system is an optional part of this package, such as KV caches. The core calls this method
-        before any system changes the model."""
+        The package calls this method before any system, such as KV caches, changes the model."""
 
     def prepare(self, request: Request) -> Any:  # noqa: ANN401
         """Change the model, and return the options with which the changed model is compiled."""
@@ -120,10 +118,10 @@ class Hooks:
         return False
 
     def undo(self, model: Any) -> Undone:  # noqa: ANN401 - a module
-        """Undo all changes that this system made to a model, as far as possible.
+        """Undo the changes that this system (an optional part of this package) made to a model, as
+        far as possible.
 
-        A system is an optional part of this package, such as KV caches. Return which changes were
-        undone and which were not.
+        Return which changes were undone and which were not.
         """
         return Undone()
 
@@ -190,10 +188,10 @@ def hooks() -> tuple[Hooks, ...]:
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return the core's items (such as passes) in order, with the items of each system inserted.
+    """Return the items (such as passes) of the core and of each system in order.
 
-    A system (an optional part of this package, such as KV caches) names the core pass after which
-    its items are inserted."""
+    A system is an optional part of this package, such as KV caches. The core is the rest of the
+    package. A system names the core pass after which each of its items is inserted."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

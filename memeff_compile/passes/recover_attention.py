@@ -122,8 +122,8 @@ class RecoverAttention(GraphPass):
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the old calls, and the nodes that were needed only for the arguments of these
-        calls.
+        """Return the replaced attention calls, and the nodes that were needed only for the
+        arguments of these calls.
 
         Such nodes compute the masks and repeat the keys and values.
         """

@@ -127,8 +127,11 @@ class RewriteKVUpdate(cached.CachedPass):
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
-        """Return the formula for the bytes of the keys and values that are copied for each query
-        head, if they are copied."""
+        """Return formulas for the bytes that attention over the cache allocates before and after
+        the rewrite.
+
+        The bytes before are those of the copies of keys and values for each query head. Return None
+        if the graph makes no such copies."""
         query = info.tensor(match.call.args["query"])
         if query is None or not _copies(info, match):
             return None

@@ -419,8 +419,8 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
 
 
 def _with_neighbours(info: GraphInfo, x: Node, nodes: list[Node]) -> Calls:
-    """Return the given calls, with the operations before or after them that their kernel can
-    include.
+    """Return calls of `memeff::ternary_linear`, with the operations before or after them that their
+    kernel can include.
 
     If the kernel can include no operation, the result contains only the calls.
     """
@@ -442,8 +442,12 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
-    """Return the addition that follows the single result of a call, if the other summand is
-    computed before the call."""
+    """Return the addition after a call of `memeff::ternary_linear`, and the addition's other
+    operand.
+
+    If `nodes` has several calls, or the call has several results, return None. Also return None if
+    the call cannot include the addition, for example because the other operand is computed after
+    the call."""
     items, (first, *others) = list(nodes[0].users), nodes
     packed: Any = first.args[1]
     found = None if others or len(items) != 1 or len(packed) != 1 else read_added(items[0])
@@ -456,7 +460,8 @@ def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
 
 
 def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
-    """Insert one call in place of all calls of the match, at the position of the first one."""
+    """Insert one call of `memeff::ternary_linear` in place of all calls of the match, at the
+    position of the first call."""
     first, entering, added = match.nodes[0], match.entering, match.added
     lists = [list(chain(*held)) for held in zip(*map(_lists, match.nodes), strict=True)]
     settings = list(first.args[4:])

@@ -361,10 +361,11 @@ def _mode(
 
 
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
-    """Return the bytes of the means and matrices that align the values of two merged layers.
+    """Return the bytes of the means and matrices of two layers that share directions of values.
 
-    The bytes are for one sequence. The two merged layers share only the directions (unit vectors)
-    of their values. Each layer stores its own keys."""
+    The directions are unit vectors in the KV cache. The means and matrices make the two layers'
+    values similar, so that one set of directions serves both layers. The bytes are for one
+    sequence. Each layer stores its own keys."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 

@@ -309,10 +309,11 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
-    """Return all inputs as fake tensors with another batch size and length.
+    """Return all inputs as fake tensors (without memory) with another batch size and length.
 
-    The inputs keep their values: sequences are repeated, shortened, or extended by their last
-    token.
+    The values of small inputs are resized in the same way and stored in `values`. The first
+    dimension is repeated or shortened. Other dimensions are shortened, or extended by their last
+    entry.
     """
 
     def fake(given: object) -> object:

@@ -156,7 +156,9 @@ def card_of(name: str) -> Card:
 
 
 def given_memory(memory: str | int | None, gpu: str | None) -> tuple[Card | None, int]:
-    """Return the GPU (card) for which memory is planned, or None, and the memory of the device."""
+    """Return the GPU (card) that `gpu` names, or None, and the bytes of memory to plan for.
+
+    These bytes are `memory` or, without `memory`, the memory of the named GPU."""
     card = None if gpu is None else card_of(gpu)
     if memory is not None:
         return card, read_memory(memory)

@@ -56,8 +56,8 @@ def explain(
     """Report how the backend would rewrite a call of `model`, and the memory that a step needs.
 
     The function neither allocates memory nor compiles. The model may be on any device, "meta"
-    included. The function copies the model and does not change it. If gradients are enabled, the
-    function predicts the memory of a training step.
+    included. The function traces a copy whose weights take no memory, and does not change the
+    model. If gradients are enabled, the function predicts the memory of a training step.
 
     Args:
         model: a module, or any function of tensors.
@@ -232,9 +232,11 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Return the report of a capture of some blocks as a report of the whole model.
+    """Turn the report of a model of which only some blocks (layers) were traced into a report of
+    the whole model.
 
-    The report's records name the modules of all blocks."""
+    Each traced block represents blocks of the same kind. The records (entries) of the new report
+    name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:
         """Return the paths in the whole model that a path in the shortened model (which has fewer
@@ -287,7 +289,7 @@ class Explanation(VerbReport):
         memory: str | int | None = None,
         **given: Any,
     ) -> Plan:
-        """Return the memory of a training step for a setting.
+        """Return the predicted memory of a training step, for example with a given optimizer.
 
         Args:
             batch: sequences per GPU; by default as in the model call that `explain` traced.
@@ -298,8 +300,8 @@ class Explanation(VerbReport):
 
         Raises:
             ExplainError: a setting is not valid. Also if `batch` or `length` differs from the
-                traced call's, and the model's memory is known only for the traced call. For
-                example, a model may round lengths up to whole chunks.
+                traced call's, and the model's memory is known only for the traced call. This is
+                so, for example, if the model rounds lengths up to whole chunks.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP

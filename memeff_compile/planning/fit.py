@@ -59,7 +59,9 @@ LINES = {
 
 
 class Kind(NamedTuple):
-    """One of the settings that the table of `fit` lists for every model."""
+    """A way to train a model, such as checkpointing with 8-bit AdamW.
+
+    The table that `fit` returns has one row for each way in `KINDS`."""
 
     name: str
     captured: str  # "as is", "checkpointing", "keeping attention", "adapters"
@@ -72,7 +74,8 @@ class Kind(NamedTuple):
 def _compressed(
     captured: str, setting: Mapping[str, Any], numbers: str, write: str
 ) -> Iterator[Kind]:
-    """For each codec of compressed weights, yield the given setting with weights in this codec.
+    """For each codec (format) of compressed weights, yield a training setting with weights in this
+    codec.
 
     `write`, for example "c {} S m", has one letter for each line of user code that applies the
     setting. `LINES` has the line for each letter. In `write`, the first letter of the codec's name
@@ -136,7 +139,8 @@ class Row:
 def lines_of(write: str, rank: int = RANK) -> list[str]:
     """Return the lines of user code that apply a training setting.
 
-    `write`, for example "c S m", has one key of `LINES` for each line. `rank` is the rank of LoRA
+    `write`, for example "c S m", has one letter for each line. The dictionary `LINES` maps each
+    letter to its line of code, such as `model.compile()` for "i". `rank` is the rank of LoRA
     matrices."""
     return [LINES[key].replace("RANK", str(rank)) for key in write.split()]
 

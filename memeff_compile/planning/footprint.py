@@ -457,9 +457,11 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block of the running op, and whether the op is outside of blocks.
+        """Return the block (repeated layer) in which a kernel runs, and whether the kernel is
+        outside of blocks.
 
-        For an op outside of blocks, return the block that ran last, and True.
+        `nodes` are the nodes of the kernel, and `block` is the block that ran last. For a kernel
+        outside of blocks, return `block` and True. If no block has run yet, return None and False.
         """
         for node in nodes:
             seen = self._block_of(node)

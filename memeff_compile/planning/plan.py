@@ -20,7 +20,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Side:
-    """One column of a plan: the memory either without the passes or with the passes."""
+    """One column of a plan: the memory of a step, either without or with the passes."""
 
     peak: int  # bytes on one GPU at the largest moment
     groups: Mapping[str, int]  # the same, as weights + optimizer, activations and logits
@@ -30,7 +30,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of a step for one setting, without and with the passes."""
+    """The predicted memory of a step of one model, without and with the passes.
+
+    The prediction is for one batch size, length and `Setting` (such as the optimizer)."""
 
     name: str  # of the model
     sizes: Sizes  # batch per GPU and length
@@ -125,9 +127,10 @@ class Plan:
         }
 
     def save_figure(self, path: str | Path) -> None:
-        """Save a figure: bars of the peak without and with the passes, and the largest batches.
+        """Save a figure: bars of the peak memory of a step, without and with the passes.
 
-        The figure shows the largest batches only if the size of the GPU's memory is known.
+        If the size of the GPU's memory is known, the figure also shows the largest batches that fit
+        into this memory.
 
         Raise ExplainError if matplotlib is not installed.
         """

@@ -1,5 +1,5 @@
-"""List the settings with which one GPU can serve a model: codecs of weights, and bits of KV
-caches."""
+"""List the settings with which one GPU can serve a model: codecs (formats) of weights, and bits of
+KV caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ CODECS = ("dense", *coded_folder.ADVISED)
 
 @dataclass(frozen=True)
 class ServingRow:
-    """One codec of weights, combined with one value of the setting `bits` of `KVCache`."""
+    """A row of the table of `fit_serving`: one codec (format) of weights with one number of bits of
+    the KV cache.
+
+    The row has the bytes of the weights and of the cache in these formats."""
 
     codec: str  # codec of the weights, or "dense"
     weights: int  # bytes
@@ -32,20 +35,23 @@ class ServingRow:
 
     @property
     def numbers(self) -> str:
-        """Return text that says whether a model with this setting computes the same results as the
-        dense model.
+        """Return text that says whether a model with this weight codec (format) and these KV cache
+        bits computes the same results as the dense model.
         """
         return "exact" if self.mode.bits == 16 else "lossy: cache"
 
     @property
     def line(self) -> str:
-        """Return the line of user code for the setting, without the name of the package."""
+        """Return the call of `compile` that applies this row's weight codec (format) and KV cache
+        bits.
+
+        The text does not contain the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']
         options += [] if self.mode.bits == 16 else [f"kv_cache={self.mode.bits}"]
         return f"compile({', '.join(['model', *options])})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this combination of weight codec and KV cache bits as a dictionary."""
+        """Return this combination of weight codec (format) and KV cache bits as a dictionary."""
         return {
             "weights": self.codec,
             "weights_bytes": self.weights,
@@ -108,7 +114,8 @@ class ServingFit(VerbReport):
         ]
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the table of weight codecs and KV cache bits as JSON."""
+        """Return the table as JSON: for each codec (format) of weights and number of KV cache bits,
+        the bytes, the longest context and the largest batch."""
         data = {
             "model": self.name,
             "batch": self.batch,

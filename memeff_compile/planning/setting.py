@@ -1,5 +1,7 @@
-"""Compute the memory of a training setting from a model's footprint, an optimizer and a number of
-GPUs."""
+"""Compute the memory of a training step from a model's footprint, an optimizer and a number of
+GPUs.
+
+The footprint has the bytes of the tensors that exist during a step."""
 
 from __future__ import annotations
 
@@ -79,8 +81,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step at which memory can be largest: its name, and the memory in use, except
-    for the weights."""
+    """A moment of a step at which memory can be largest: its name, and the memory in use.
+
+    In a `Footprint`, this memory does not include the weights and the optimizer state."""
 
     place: str
     parts: Parts
@@ -89,7 +92,8 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the sum of the bytes of all tensors that exist at this moment of the step."""
+        """Return the formula of the bytes of all tensors in `parts`: those that exist at this
+        moment of a step."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 

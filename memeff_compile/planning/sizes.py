@@ -133,7 +133,8 @@ class Scale:
     _read: dict[int, sympy.Expr] = field(default_factory=dict)
 
     def of(self, formula: sympy.Expr | int) -> Size:
-        """Return a formula for bytes as a `Size`, with the formula's value at each of `points`."""
+        """Return a formula for bytes as a `Size`, which also has the formula's value at each pair
+        of batch size and length in `self.points`."""
         expression = sympy.sympify(formula)
         if expression not in self._known:
             values = tuple(int(expression.xreplace(dict(p))) for p in self.points)
@@ -207,9 +208,9 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
     """Return several pairs of batch size and length near the user's pair, which comes first.
 
-    `told` has the batch size and the length of the traced graphs. Each of the two is None if the
-    sizes of buffers do not show how they grow with it. If `told` has no batch size, all pairs have
-    the user's batch size. If `told` has no length, all pairs have the user's length.
+    `told` has the batch size and the length of the traced graphs. `told.batch` is None if the sizes
+    of buffers do not show how the buffers grow with the batch size. In this case, all pairs have
+    the user's batch size. The same applies to `told.length` and the user's length.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

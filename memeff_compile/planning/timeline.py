@@ -323,7 +323,9 @@ class Timeline:
 
 
 class _Fusion:
-    """Decides which of the pointwise and reduction nodes with stored results run in one kernel."""
+    """Decides which pointwise and reduction nodes of a graph run in one fused kernel.
+
+    The candidates are the nodes whose results, without fusion, would be written to memory."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._line = timeline
@@ -411,7 +413,10 @@ class _Fusion:
         )
 
     def _read_only_inside(self) -> set[Node]:
-        """Return the pointwise nodes whose values only their own kernel reads."""
+        """Return the pointwise nodes whose values are read only inside the fused kernel that
+        computes them.
+
+        These values take no memory."""
         line = self._line
 
         def stays(node: Node) -> bool:

@@ -77,9 +77,11 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Store the values of the op's result in its fake tensor, and return this tensor.
+            """Store the values of a result of `op` in the result's fake tensor, and return this
+            fake tensor.
 
-            If the result has no axes, return its value as a real tensor instead."""
+            If the result has no axes and `op` writes to no argument, return a real tensor
+            instead."""
             value = next(made)
             if not compat.is_fake(fake):
                 return fake

@@ -53,8 +53,9 @@ class NotRunError(Exception):
 
 
 class PostponedError(Exception):
-    """The error for a call with which the graphs cannot be compared, although a later call may
-    allow the comparison.
+    """The error for a call with which the original and the rewritten graph cannot be compared.
+
+    A later call may allow the comparison.
     """
 
 
@@ -152,8 +153,8 @@ class _Trial:
 
 @dataclass
 class Comparison:
-    """Runner of two graphs on the arguments of one call; the object measures how much the graphs'
-    results differ.
+    """Runs the original and the rewritten graph on the arguments of one call, and measures how much
+    the results differ.
     """
 
     compiled: Compiled
@@ -337,10 +338,13 @@ class Comparison:
         return _Trial(values, groups, asks, gradients, after, drew)
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
-        """Return the arguments for a run, and the leaf tensors that get gradients in this run.
+        """Return the arguments for one run of the original or of the rewritten graph, and the leaf
+        tensors that get gradients.
 
-        Tensors are copied, except parameters that no graph writes to and whose dtype does not
-        change. The list of leaf tensors has None for each argument that gets no gradient."""
+        With `wide`, floating-point tensors are converted to float64, and complex tensors to
+        complex128. Tensors are copied, except parameters that no graph writes to and whose dtype
+        does not change. The list of leaf tensors has None for each argument that gets no
+        gradient."""
         made: list[tuple[Any, Tensor | None]] = []
         known: dict[int, int] = {}
         for place, arg in enumerate(args):
@@ -415,8 +419,10 @@ def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]
 
 
 def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
-    """Run a graph op by op, without a compiler such as Inductor. After a mismatch, this function
-    runs the original graph in place of the compiled rewritten graph."""
+    """Run a graph op by op, without a compiler such as Inductor.
+
+    If the results of the original and the rewritten graph differ too much, this function runs the
+    original graph in place of the compiled rewritten graph."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
 

@@ -107,7 +107,7 @@ def is_silent(info: GraphInfo, tail: Tail) -> bool:
     """Return whether no gradient flows back through `tail` (a loss or another result of the
     logits).
 
-    The tail is then detached, under no_grad, or an integer."""
+    For example, the result of the tail is detached, computed under no_grad, or an integer."""
     value = info.tensor(tail.node)
     return value is None or not value.requires_grad
 
@@ -124,9 +124,11 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the class indices of this gather as fields of a `Tail` (a result of the logits).
+        """Return the arguments of a `Tail` that describe the class indices of this gather.
 
-        The fields also say how negative class indices count."""
+        A `Tail` describes a loss or another result of the logits. With `wraps`, class indices count
+        modulo the number of classes. With `from_end`, negative class indices count from the last
+        class."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
@@ -197,7 +199,7 @@ class TailReader:
     def tails(self, node: Node) -> Iterable[Tail | Decline]:
         """Yield the losses and other results (tails) that `node` computes from logits.
 
-        If such a result is not supported, yield a Decline with the reason.
+        If such a result is not supported, yield a Decline (the reason for no rewrite).
         """
         name = node_name(node)
         if node.op not in ("call_function", "call_method") or name not in _TAIL_NAMES:
@@ -369,8 +371,8 @@ class TailReader:
         return self._rows_differ(node, source)
 
     def _rows_differ(self, node: Node, source: Node) -> Decline | None:
-        """Return a Decline if a node indexes single elements of log-probabilities with row indices
-        that are not 0, 1, 2 and so on."""
+        """Return a Decline (the reason for no rewrite) if a node indexes log-probabilities with row
+        indices that are not 0, 1, 2 and so on."""
         if not isinstance(self.softmax.signed_log_probs(source), Soft):
             return None
         said = "the index takes entries of rows that are not known to be all rows in order"
@@ -676,8 +678,9 @@ class TailReader:
     def _weighted(self, left: Any, right: Any) -> tuple[str, Soft] | None:
         """Recognize p times log p, or p times the logits, in either order.
 
-        `Categorical.entropy` replaces log p = -inf by the smallest number. As p is 0 there, the
-        product stays 0. Outside of such a product, the replaced value would count.
+        `Categorical.entropy` replaces log p = -inf by the smallest finite number. This method
+        ignores the replacement, because p and the product are 0 there. In an expression without
+        the factor p, the replacement would change the result.
         """
         for first, second in ((left, right), (right, left)):
             probs = self.softmax.probs(first)
@@ -746,10 +749,10 @@ def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
 
 
 def _same_logits(a: Chain, b: Chain) -> bool:
-    """Return whether the logits of two chains have equal values at the same positions.
+    """Return whether two chains compute logits with equal values at the same positions.
 
-    A chain is an output projection and the nodes after it, such as scales. The gradients of the two
-    chains may differ.
+    A chain consists of an output projection and the nodes after the projection, such as scales. The
+    gradients of the two chains may differ.
     """
     left, right = fold(a), fold(b)
     return (

@@ -122,8 +122,10 @@ def _elements(info: GraphInfo, node: Node) -> int:
 
 
 def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -> Decline | None:
-    """Return a Decline that names the loss which reads the logits, or says how the logits leave the
-    graph.
+    """Return the reason (a `Decline`) why the loss of an output projection was not fused, or None.
+
+    The reason names the op that reads the logits. If the graph returns the logits, the reason says
+    why they cannot be deferred (computed when first read). Return None if no such reason is found.
     """
     classes = compat.size_hint(info.value(head.node).shape[-1])
     for node in ends:
@@ -151,9 +153,10 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 
 
 def _given_in_weight(head: Head, classes: int) -> Decline:
-    """Return a Decline for returned logits whose output projection has a computed weight.
+    """Return the reason (a `Decline`) why logits that a graph returns cannot be deferred.
 
-    The weight is computed from a graph input that is neither a parameter nor a buffer.
+    Deferred logits are computed when first read. The weight of these logits' output projection is
+    computed from a graph input that is neither a parameter nor a buffer.
     """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
@@ -175,8 +178,8 @@ def _before(node: Node) -> set[Node]:
 
 
 def _own_function(info: GraphInfo, node: Node) -> Decline | None:
-    """Return a Decline for a custom `torch.autograd.Function` that takes hidden states and an
-    output projection's weight."""
+    """Return a Decline (the reason for no rewrite) for a custom `torch.autograd.Function` that
+    takes hidden states and an output projection's weight."""
     if node_name(node) != "autograd_function_apply":
         return None
     values = [value for value in map(info.tensor, node.all_input_nodes) if value is not None]
@@ -225,7 +228,8 @@ def _has_loss(info: GraphInfo) -> bool:
 
 
 def narrow_heads(info: GraphInfo) -> Iterable[Decline]:
-    """Yield a Decline for each narrow linear layer whose result the graph returns.
+    """Yield a Decline (the reason for no rewrite) for each narrow linear layer whose result the
+    graph returns.
 
     Such a layer is too narrow to tell whether it is an output projection or a layer inside a model.
     """

@@ -182,7 +182,8 @@ def read_gate(results: Sequence[Node]) -> list[Node] | None:
 def _activations(node: Node) -> list[Node]:
     """Return a node, followed by the activation functions that are applied to its value in turn.
 
-    The list ends before a function that is not its operand's only user or has another operand.
+    The list ends before a function that has a second operand, or whose operand another node also
+    reads.
     """
     found = [node]
     for _ in range(_MOST_ACTIVATIONS):
