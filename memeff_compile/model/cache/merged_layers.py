@@ -68,16 +68,17 @@ class Pair:
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return two merged layers' shared tensors in the order of the cache ops' arguments.
+        """Return two merged layers' shared tensors in the order of an op's arguments.
 
-        The tensors include the common directions (unit vectors) of keys and values."""
+        The op appends tokens to the cache. The tensors include the common directions (unit vectors)
+        of keys and values."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
         """Return the maps, tensors that make the two merged layers' keys and values similar.
 
-        The order is that of the cache ops' arguments. The list is empty if the layers are not
-        aligned.
+        The order is that of the arguments of the op that appends tokens to the cache. The list is
+        empty if the layers are not aligned.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
@@ -165,13 +166,14 @@ class MergedLayer(CodedLayer):
         yield from super().tensors()
 
     def own(self) -> list[Tensor]:
-        """Return this layer's own tensors in the order of the cache ops' arguments.
+        """Return this layer's own tensors in the order of an op's arguments.
 
-        The other of the two merged layers does not share these tensors."""
+        The op appends tokens to the cache. The other of the two merged layers does not share these
+        tensors."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return own and shared tensors of this layer in the order of two cache ops' arguments.
+        """Return own and shared tensors of this layer in the order of two ops' arguments.
 
         One op converts the cache's codes back to keys and values, another computes attention."""
         return op_folder.pool_of(self.pair.shared(), self.own())
