@@ -39,9 +39,9 @@ _reading: list[str] = []
 def reading_for(reason: str) -> Iterator[None]:
     """Set the reason under which the compilation's report lists logits computed in this context.
 
-    The compiled graph does not compute deferred logits. They are computed when first read. `reason`
-    is usually the name of the op that reads the logits. If contexts are nested, the report shows
-    the reason that the outermost context set.
+    Deferred logits are computed when first read, not by the compiled graph. `reason` is usually the
+    name of the op that reads the logits. If contexts are nested, the report shows the reason that
+    the outermost context set.
     """
     _reading.append(reason)
     try:

@@ -396,8 +396,8 @@ def _all_bits(codes: Sequence[Mapping[str, Any]]) -> str:
 class _Gathered:
     """The measurements for a fidelity report, over all inputs so far.
 
-    They are grouped by kind, such as the KL divergence of next-token probabilities, or the cosines
-    between two layers' keys. The method `report` summarizes them.
+    The measurements are grouped by kind, such as the KL divergence of next-token probabilities, or
+    the cosines between two layers' keys. The method `report` summarizes the measurements.
     """
 
     def __init__(self) -> None:
