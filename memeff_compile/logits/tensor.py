@@ -187,14 +187,15 @@ class DeferredLogits(LazyTensor):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe: the steps that compute this tensor's logits from hidden states."""
+        """Return the recipe: the steps that compute this tensor's values from hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
         """Return the reason why this tensor's values may differ from logits computed now, or None.
 
         Logits are computed from the hidden states and the output projection. The values may differ
-        after a write to this tensor, or after a change of the weights.
+        after a write to the logits. The values may also differ if the hidden states or the output
+        projection changed after the values were computed.
         """
         memory = self.memory
         if memory.is_open:

@@ -448,7 +448,7 @@ def _by_share(
     """Return, for each attention module, the levels of its calls, in order.
 
     `levels` has two levels. The first is a low-bit format, such as `4b`. The second is a low-bit
-    format or `exact`. `harms` has a number for each call: the harm that the first level does there.
+    format or `exact`. For each call, `harms` has a number: the harm of the first level in the call.
     The calls with the largest numbers get the second level. They are the fraction `share` of all
     calls. All other calls get the first level.
     """
