@@ -194,8 +194,8 @@ class DeferredLogits(LazyTensor):
         """Return the reason why this tensor's values may differ from logits computed now, or None.
 
         Logits are computed from the hidden states and the output projection. The values may differ
-        after a write to the logits. The values may also differ if the hidden states or the output
-        projection changed after the values were computed.
+        if code wrote to the logits, or may have written to them. The values may also differ if the
+        hidden states or the output projection changed after the values were computed.
         """
         memory = self.memory
         if memory.is_open:

@@ -84,11 +84,12 @@ class Calibration(VerbReport, dict[str, Any]):
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
-        A level is a low-bit format, such as `8b`, or `exact`. The key `changes` of this calibration
-        compares two levels. A number under this key is the change of the model's output at the
-        first level minus the change at the second. With the key `changes`, the module with the
-        largest number comes first. Without `changes`, the module with the lowest score comes first.
-        This score is the similarity to exact attention at the first of the scored levels.
+        A level is a low-bit format, such as `8b`, or `exact`. This calibration may have the key
+        `changes`, which compares two levels. A number under this key is the change of the model's
+        output at the first level minus the change at the second. With the key `changes`, the module
+        with the largest number comes first. Without `changes`, the module with the lowest score
+        comes first. This score is the similarity to exact attention at the first of the scored
+        levels.
         """
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
@@ -413,7 +414,7 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Make the next call of each attention module use its first low-bit format (level) again.
+    """Make the next call of each attention module use the first level in the module's list.
 
     A level is a low-bit format, such as `8b`, or `exact`. The result of `calibrate_attention` may
     have a list of levels for an attention module, one per call. Successive calls use these levels

@@ -410,8 +410,10 @@ class _Gathered:
         self.products: dict[_Layers, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
-        """Record how the model's predictions with one of the report's caches `codes` differ from
-        those with the exact cache, and the bytes of this cache."""
+        """Record the measurements of `which`, one of the caches in the report's list `codes`.
+
+        The measurements are the bytes of this cache, and the KL divergence of the next-token
+        probabilities with this cache from those with the exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size

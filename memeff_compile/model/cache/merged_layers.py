@@ -78,7 +78,7 @@ class Pair:
         """Return the maps, tensors that make the two merged layers' keys and values similar.
 
         The order is that of the arguments of the op that appends tokens to the cache. The list is
-        empty if the layers are not aligned.
+        empty with `MiniCache(align="none")`, which merges layers without maps.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
@@ -166,16 +166,17 @@ class MergedLayer(CodedLayer):
         yield from super().tensors()
 
     def own(self) -> list[Tensor]:
-        """Return this layer's own tensors in the order of an op's arguments.
+        """Return the tensors that only this layer has, in the order of an op's arguments.
 
-        The op appends tokens to the cache. The other of the two merged layers does not share these
-        tensors."""
+        The op appends tokens to the cache. The layer shares its other tensors with the layer with
+        which it is merged."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return own and shared tensors of this layer in the order of two ops' arguments.
+        """Return the tensors of this layer's cache in the order in which two ops take them.
 
-        One op converts the cache's codes back to keys and values, another computes attention."""
+        One op converts the cache's codes back to keys and values, another computes attention. The
+        layer shares some of the tensors with the layer with which it is merged."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
