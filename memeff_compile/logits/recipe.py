@@ -190,8 +190,11 @@ class LogitsRecipe:
         # which gradients to compute, in the order of the result; None: all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight, bias and every vector; a gradient that `needed`
-        does not request is None.
+        """Return the gradients of `hidden`, `weight`, `bias` and each tensor in `vectors`.
+
+        `grad` is the gradient of the logits. `vectors` contains the tensors that the recipe's steps
+        use: biases, and the matrices A and B of LoRA adapters. A gradient that `needed` does not
+        request is None.
         """
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
@@ -228,7 +231,10 @@ class LogitsRecipe:
 
     @cached_property
     def _dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the dtype of the output projection's product, and that after each later step."""
+        """Return the dtype of the output projection's product, then the dtype after each step.
+
+        The steps, such as a cast or a bias, turn this product into logits.
+        """
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             if name == "adapter":
@@ -244,7 +250,7 @@ class LogitsRecipe:
         tanhs: list[Tensor] | None,
         gather: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Return the logits; also append the result of every tanh step to `tanhs`."""
+        """Return the logits; also append the result of every tanh step to the list `tanhs`."""
         hidden, weight, bias, vectors = made_of
         reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
@@ -273,7 +279,9 @@ class LogitsRecipe:
     def _product_gradients(
         self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden, weight and bias, given the gradient of
+        """Return the gradients of the hidden states, the weight and the bias.
+
+        `grad` is the gradient of the output projection's product,
         `F.linear(hidden, weight, bias)`."""
         hidden, weight, bias = made_of
         dtype = self.compute_dtype

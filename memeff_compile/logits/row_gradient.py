@@ -45,9 +45,10 @@ class RowStep(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The gradient of some rows, and the steps (`RowStep`) that select these rows from all rows.
+    """The gradient of some rows (tokens) of logits, and the steps (`RowStep`) that select them.
 
-    The steps are stored in reverse order: the step that is applied last comes first.
+    The steps select these rows from all rows of the logits. The steps are stored in reverse order:
+    the step that is applied last comes first.
     """
 
     rows: Tensor | FusedRows
@@ -60,19 +61,22 @@ class Piece(NamedTuple):
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of all rows as a dense tensor."""
+        """Return the gradient as a dense tensor with all rows (tokens) of the logits.
+
+        Rows that this gradient does not cover are zero.
+        """
         rows = self.rows
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the rows of `tensor` that this gradient covers."""
+        """Return the rows (tokens) of `tensor` that this gradient covers."""
         for step in reversed(self.steps):
             tensor = step.select(tensor)
         return tensor
 
     def scatter(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with all rows: the rows that this gradient covers contain `tensor`, the
-        other rows are zero.
+        """Return a tensor with all rows (tokens) of the logits: the rows that this gradient covers
+        contain `tensor`, the other rows are zero.
         """
         for step in self.steps:
             tensor = step.scatter(tensor)
@@ -80,8 +84,8 @@ class Piece(NamedTuple):
 
 
 class RowGradient(LazyTensor):
-    """A gradient that looks like a dense tensor, but is stored as a sum of gradients that each
-    cover some rows."""
+    """A gradient of logits that looks like a dense tensor, but is stored as a sum of gradients that
+    each cover some rows (tokens)."""
 
     pieces: tuple[Piece, ...]
     order: tuple[int, ...] | None  # order of the dimensions, if the vocabulary is not last
@@ -102,7 +106,7 @@ class RowGradient(LazyTensor):
     @staticmethod
     @compat.untraced
     def of(rows: Tensor) -> Tensor:
-        """Return a RowGradient that contains the given rows of a gradient.
+        """Return `rows`, the gradient of selected rows (tokens) of logits, as a RowGradient.
 
         If `rows` has an autograd graph (as in a second derivative), return `rows` unchanged.
         """
@@ -143,7 +147,11 @@ class RowGradient(LazyTensor):
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return this gradient, a sum, with `function` applied to the rows of each summand."""
+        """Return a gradient in which `function` was applied to the stored rows of each summand.
+
+        This gradient of logits is stored as a sum. Each summand stores some rows (tokens), as a
+        tensor or as `FusedRows` (a few numbers per row). `function` takes and returns such rows.
+        """
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
         return RowGradient(self.shape, pieces, like, self.order)
@@ -177,9 +185,11 @@ class RowGradient(LazyTensor):
 
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record one ATen operation, or apply it to the stored rows, without a dense gradient.
+        """Run one ATen operation on a RowGradient, if possible without the dense gradient.
 
-        If no rule in `_RULES` fits the operation, run the operation on the dense gradient.
+        A RowGradient is a gradient of logits that stores only some rows (tokens). A rule in
+        `_RULES` records the operation as a step for later, or applies the operation to the stored
+        rows. If no rule fits, the operation runs on the dense gradient.
         """
         rule = _RULES.get(func)
         given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
@@ -200,7 +210,7 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
-    """Return the sum of gradients that each cover some rows, as a dense tensor."""
+    """Return the sum of gradients that each cover some rows (tokens), as a dense tensor."""
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -265,8 +275,8 @@ def _index_put(
 ) -> RowGradient | None:
     """Return the gradient of advanced indexing as a RowGradient, or None if that is not possible.
 
-    A RowGradient stores only some rows. Autograd computes the gradient by adding rows to a tensor
-    of zeros.
+    A RowGradient stores only some rows (tokens) of a gradient. Autograd computes the gradient by
+    adding rows to a tensor of zeros.
     """
     if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
         return None
@@ -287,7 +297,8 @@ def _index_add(
 ) -> RowGradient | None:
     """Return the gradient of `index_select` as a RowGradient, or None if that is not possible.
 
-    A RowGradient stores only some rows. Autograd computes the gradient by calling `index_add`.
+    A RowGradient stores only some rows (tokens) of a gradient. Autograd computes the gradient by
+    calling `index_add`.
     """
     if alpha != 1:
         return None
@@ -340,9 +351,10 @@ def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Add up those gradients in compact form (`FusedRows`) that cover the same rows.
+    """Add up gradients of logits that cover the same rows (tokens) and are `FusedRows`.
 
-    One call of the fused loss op then handles their sum.
+    `FusedRows` contains a few numbers per row instead of one per class. One call of the fused loss
+    op then computes the gradients of hidden states and weight from the sum.
     """
     result: list[Piece] = []
     for piece in pieces:
@@ -388,7 +400,8 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     """Return the gradient of `split` or `chunk` as a RowGradient, or None if that is not possible.
 
-    A RowGradient stores only some rows. Autograd computes the gradient by concatenation.
+    A RowGradient stores only some rows (tokens) of a gradient. Autograd computes the gradient by
+    concatenation.
     """
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
@@ -403,8 +416,8 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     """Return the gradient of `unbind` as a RowGradient, or None if that is not possible.
 
-    A RowGradient stores only some rows. Autograd computes the gradient of `unbind`, and of a loop
-    over a tensor, by stacking.
+    A RowGradient stores only some rows (tokens) of a gradient. Autograd computes the gradient of
+    `unbind`, and of a loop over a tensor, by stacking.
     """
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]

@@ -37,11 +37,11 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """While this context is active, the report of the compilation lists computed logits under
-    `reason`.
+    """Set the reason under which the compilation's report lists logits computed in this context.
 
-    `reason` is usually the name of the op that reads the logits. If contexts are nested, the report
-    shows the name that the outermost context set.
+    Deferred logits are computed when first read, not by the compiled graph. `reason` is usually the
+    name of the op that reads the logits. If contexts are nested, the report shows the reason that
+    the outermost context set.
     """
     _reading.append(reason)
     try:
@@ -53,7 +53,8 @@ def reading_for(reason: str) -> Iterator[None]:
 def reader() -> str:
     """Return the name under which the compilation's report lists logits that are computed now.
 
-    The outermost active `reading_for` sets the name, usually that of the op that reads the logits.
+    `reading_for` is a context manager around code that reads deferred logits. The outermost active
+    `reading_for` sets the name, usually that of the op that reads the logits.
     """
     return _reading[0] if _reading else "their values"
 
@@ -121,9 +122,10 @@ class LogitsSource:
             _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
-        """Compute logits of some rows, without autograd.
+        """Compute the logits of tokens with the hidden states `rows`, without autograd.
 
-        Raise a StaleLogitsError if a tensor from which the logits are computed has changed.
+        `recipe` lists the steps from hidden states to logits. Raise a StaleLogitsError if a tensor
+        from which the logits are computed has changed.
         """
         change = self.change()
         if self.ranks is not None:
@@ -140,8 +142,9 @@ class LogitsSource:
     def record_gradients_of(self, results: Iterable[Any]) -> None:
         """Register a hook that runs when a backward pass goes through one of `results`.
 
-        The hook marks an op in the compilation's report as a part of a loss. This op is the one
-        that read the logits last.
+        `results` contains tensors that depend on the logits, such as the results of an op. The hook
+        marks an op in the compilation's report as a part of a loss. This op is the one that read
+        the logits last.
         """
         use, reason = self.use, self.read_by
         if use is not None and reason and not use.has_gradient(reason):
@@ -242,7 +245,11 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _differences(left: Tensor, right: Tensor) -> Tensor:
-    """Return whether two samples of values differ; NaN counts as equal to NaN."""
+    """Return a boolean tensor that is True where two samples of the weights differ.
+
+    Both samples contain the same elements of the weights, read at different times. NaN counts as
+    equal to NaN.
+    """
     return (left != right) & ~(left.isnan() & right.isnan())
 
 
@@ -259,8 +266,11 @@ def _watch_optimizers() -> None:
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark each `LogitsSource` as changed if the optimizer has just updated its output
-    projection."""
+    """Mark each `LogitsSource` as changed if the optimizer has just updated its output projection.
+
+    A `LogitsSource` contains the tensors from which deferred logits are computed. A later attempt
+    to compute logits from changed tensors raises a StaleLogitsError.
+    """
     waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return

@@ -95,9 +95,10 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return a tensor, computed when first read, with all elements of `memory` in `shape`.
+        """Return a tensor of shape `shape` that contains all logits of `memory`.
 
-        `memory` represents the memory that eager PyTorch would allocate for the logits.
+        The logits are computed when first read. `memory` represents the memory that eager PyTorch
+        would allocate for the logits. `shape` must have as many elements as `memory`.
         """
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
@@ -186,12 +187,15 @@ class DeferredLogits(LazyTensor):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe: the steps that compute the values from hidden states."""
+        """Return the recipe: the steps that compute this tensor's values from hidden states."""
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return the reason why the values may differ from logits computed now from the hidden
-        states and the output projection, or None.
+        """Return the reason why this tensor's values may differ from logits computed now, or None.
+
+        Logits are computed from the hidden states and the output projection. The values may differ
+        if code wrote to the logits, or may have written to them. The values may also differ if the
+        hidden states or the output projection changed after the values were computed.
         """
         memory = self.memory
         if memory.is_open:
@@ -335,7 +339,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run the operation `func` on `tensor` instead of the deferred logits `view`."""
+        """Run this call's operation on `tensor` instead of on `view`, the deferred logits."""
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -345,8 +349,10 @@ _Rule = Callable[[_Call], Any]
 def _derive(
     view: DeferredLogits, geometry: Tensor, rows: Tensor, order: tuple[int, ...] | None = None
 ) -> DeferredLogits:
-    """Return a view of `view` that contains the given rows, optionally with the vocabulary in
-    another dimension."""
+    """Return a view of the deferred logits `view` with the given rows (tokens).
+
+    `rows` contains hidden states. `order` is the order of the dimensions if the vocabulary is not
+    the last one."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -386,8 +392,8 @@ def _windows(call: _Call) -> Any:
 
 
 def _same_rows(call: _Call) -> DeferredLogits | None:
-    """Run view operations that keep all rows in order: alias, detach, and reshapes of leading
-    dimensions."""
+    """Run view operations on deferred logits that keep all rows (tokens) in order: alias, detach,
+    and reshapes of leading dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:
@@ -399,8 +405,8 @@ def _same_rows(call: _Call) -> DeferredLogits | None:
 
 
 def _some_rows(call: _Call) -> Any:
-    """Run view operations that select rows: slice, select, unbind and split of a leading
-    dimension."""
+    """Run view operations on deferred logits that select rows (tokens): slice, select, unbind and
+    split of a leading dimension."""
     view, args = call.view, call.args
     takes_dim_first = call.func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
     place = 0 if takes_dim_first else 1
@@ -416,7 +422,8 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Run permutations, which can move the vocabulary to another dimension and back."""
+    """Run permutations of deferred logits, which can move the vocabulary to another dimension and
+    back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape

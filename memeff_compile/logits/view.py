@@ -33,7 +33,7 @@ class View(Part, Protocol):
 
     @property
     def recipe(self) -> LogitsRecipe:
-        """Return the recipe: the steps that compute the values from hidden states."""
+        """Return the recipe: the steps that compute these logits' values from hidden states."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,1 +1,4 @@
-"""Functions that change a model's attention: calibration of low-bit attention."""
+"""Calibration: choose a low-bit format, or `exact`, for each attention call of a model.
+
+The choice is based on measurements with the user's inputs. Calibration does not change the model.
+"""

@@ -71,9 +71,10 @@ class Calibration(VerbReport, dict[str, Any]):
     - `scores` contains statistics per attention, level and call: the mean and standard deviation
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
-    - `share` and `by` replace `min_score` if you passed `share`. `share` is the share of all calls
-      that have the second of two levels. `by` names the measure that chose these calls: the change
-      of the model's output ("output") or the score ("attention");
+    - `share` and `by` replace `min_score` if you passed `share`. With `share`,
+      `calibrate_attention` chooses between two levels. `share` is the share of all calls that have
+      the second level. `by` names the measure that chose these calls: the change of the model's
+      output ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
       that compares the two levels from which `calibrate_attention` chose. If only this call runs at
       a level, the model's output changes, compared with an exact run. The number is the output's
@@ -83,9 +84,12 @@ class Calibration(VerbReport, dict[str, Any]):
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
-        If this calibration has the key `changes`, the module with the largest number under this key
-        comes first. Otherwise the module with the lowest score comes first. This score is the
-        similarity to exact attention at the first of the scored levels (low-bit formats).
+        A level is a low-bit format, such as `8b`, or `exact`. This calibration may have the key
+        `changes`, which compares two levels. A number under this key is the change of the model's
+        output at the first level minus the change at the second. With the key `changes`, the module
+        with the largest number comes first. Without `changes`, the module with the lowest score
+        comes first. This score is the similarity to exact attention at the first of the scored
+        levels.
         """
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
@@ -117,17 +121,19 @@ class Calibration(VerbReport, dict[str, Any]):
         return "\n".join([note, *rows])
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return this calibration (levels and scores of the attention modules) as JSON.
+        """Return this calibration, with the attention modules' levels and scores, as JSON.
 
-        The option `memeff.attention` accepts this JSON too.
+        A level is a low-bit format, such as `8b`, or `exact`. A score is the similarity of a
+        level's result to the exact result. The option `memeff.attention` accepts this JSON too.
         """
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
         """Draw the mean score and its spread, for each attention module and level (low-bit format).
 
-        A score is the similarity to exact attention. The mean is over inputs and calls. The spread
-        is the largest standard deviation over inputs of any call.
+        A score is the similarity to exact attention. The mean is over inputs and calls. Each call's
+        scores have a standard deviation over the inputs. The spread is the largest of the standard
+        deviations of all calls.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -264,7 +270,7 @@ def calibrate_attention(
 
 
 def _note(by_call: list[list[float]], place: int, number: float) -> None:
-    """Append a number to the list of the call with index `place`.
+    """Append a number to the list of the attention call with index `place`.
 
     If `place` is the index after the last list, first append an empty list for a new call."""
     if place == len(by_call):
@@ -273,9 +279,9 @@ def _note(by_call: list[list[float]], place: int, number: float) -> None:
 
 
 class _Run:
-    """The runs of a model on one input: exact runs, and runs with one call at another level.
+    """The runs of a model on one input: exact runs, and runs with one attention call replaced.
 
-    A call is one attention call. A level is a low-bit format, such as `8b`, or `exact`.
+    The replaced call runs at a level: a low-bit format, such as `8b`, or `exact`.
     """
 
     def __init__(
@@ -291,8 +297,9 @@ class _Run:
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
         """Score each attention call at each of `levels` (low-bit formats).
 
-        A score is the similarity to the exact result. Add the scores to `found`. Return, for each
-        scored call, the attention's name and the call's index among the calls of this attention.
+        A score is the similarity to the exact result. Add the scores to `found`, which has a list
+        per attention, level and call, with one score per input. Return, for each scored call, the
+        attention's name and the call's index among the calls of this attention.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -321,11 +328,12 @@ class _Run:
         *,
         are_single: bool,
     ) -> str | None:
-        """Measure how much harm the first level (low-bit format) of `pair` does in each call.
+        """Measure the harm of the first of two levels (low-bit formats) for each attention call.
 
-        Add the harm of each call in `places` to `changes`. The model runs with only this call at
-        the first level, and with only this call at the second level. The harm is how much more the
-        model's output changes at the first level.
+        `pair` contains the two levels, and the second may be `exact`. `places` contains the calls.
+        Add the harm of each call to `changes`. The model runs with only this call at the first
+        level, and with only this call at the second level. The harm is the output's change at the
+        first level minus the output's change at the second level.
 
         If the output cannot be compared, return the reason as a sentence, otherwise None. If
         `are_single` is true, more than one call of an attention module is also such a reason.
@@ -353,9 +361,11 @@ class _Run:
         return None
 
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
-        """Return how much the model's output changes if the call `place` runs at a low-bit level.
+        """Return how much the model's output changes if one attention call runs at `level`.
 
-        If `place` is None, return the change between two exact runs."""
+        A level is a low-bit format, or `exact`. `place` is the call: the attention's name, and the
+        call's index among the calls of this attention. If `place` is None, return the change
+        between two exact runs. `change_of` defines the change."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None
@@ -404,13 +414,13 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Make the next call of each attention module use the first level in its list of levels.
+    """Make the next call of each attention module use the first level in the module's list.
 
-    A level is a low-bit format, such as `8b`, or `exact`. A calibration may have a list of levels
-    for an attention module, one per call. Successive calls use these levels in order. After the
-    last level, the next call uses the first level again. Call this function if a loop that runs the
-    model, such as a sampling loop, was interrupted. You need not call this function after a loop
-    that completes as many calls as the calibration had.
+    A level is a low-bit format, such as `8b`, or `exact`. The result of `calibrate_attention` may
+    have a list of levels for an attention module, one per call. Successive calls use these levels
+    in order. After the last level, the next call uses the first level again. Call this function if
+    a loop that runs the model, such as a sampling loop, was interrupted. You need not call this
+    function after a loop that completes as many calls as the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """
@@ -418,10 +428,11 @@ def restart_attention_calls() -> None:
 
 
 def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, list[str]]:
-    """Return, for each attention call, the first of `levels` whose worst score is at least `least`.
+    """Return, for each attention call, the first of `levels` (low-bit formats) that is acceptable.
 
-    A score is the similarity of a level's result to the exact result. The worst score is over all
-    inputs. If no level reaches `least`, the call gets the level "exact".
+    A score is the similarity of a level's result to the exact result. A level is acceptable if its
+    lowest score over all inputs is at least `least`. If no level is acceptable, the call gets the
+    level "exact".
     """
     return {
         site: [
@@ -437,8 +448,10 @@ def _by_share(
 ) -> dict[str, list[str]]:
     """Return, for each attention module, the levels of its calls, in order.
 
-    A level is a low-bit format, such as `8b`, or `exact`. The calls that do most harm get the
-    second level. They are the fraction `share` of all calls. All other calls get the first level.
+    `levels` has two levels. The first is a low-bit format, such as `4b`. The second is a low-bit
+    format or `exact`. For each call, `harms` has a number: the harm of the first level in the call.
+    The calls with the largest numbers get the second level. They are the fraction `share` of all
+    calls. All other calls get the first level.
     """
     low, high = levels
     worst = sorted(

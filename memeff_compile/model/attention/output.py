@@ -1,4 +1,4 @@
-"""Measure how much a model's output changes."""
+"""Measure how much low-bit attention changes a model's output."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def _tensors(result: Any) -> Iterator[Tensor]:  # noqa: ANN401
 
 
 def change_of(found: Tensor, wanted: Tensor, *, are_logits: bool) -> float:
-    """Return how far an output is from the wanted output; infinity if the output contains an
+    """Return how far a model's output is from the wanted output; infinity if the output contains an
     infinity or nan.
 
-    For logits, this is the mean KL divergence of the softmax distributions, in nats. For other
-    outputs, it is the squared error relative to the energy (sum of squares) of the wanted output.
+    For logits, the distance is the mean KL divergence of the softmax distributions, in nats. For
+    other outputs, the distance is the squared error relative to the energy (sum of squares) of the
+    wanted output.
     """
     if found.shape != wanted.shape:
         return math.inf

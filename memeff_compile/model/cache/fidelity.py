@@ -198,8 +198,11 @@ class FidelityReport(VerbReport):
         return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the similarity of each pair of layers: the mean cosine, and the range that contains
-        90 % of the cosines.
+        """Draw how similar the two layers of each pair are, in their keys and in their values.
+
+        For each token and head, there is one cosine between the two layers' keys, and one between
+        their values. The plot shows the mean cosine, and the range that contains 90 % of the
+        cosines.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -242,8 +245,9 @@ def fidelity_report(
         settings: further settings of `KVCache`, except `max_cache_len`.
 
     Returns:
-        A report on the similarity of layers, the results of attention, the divergence of
-        probabilities, and memory.
+        A report that compares the measured cache with an exact cache: the results of attention, the
+        probabilities of the next token, and memory. The report also contains the similarity of
+        layers' keys and of their values.
 
     Raises:
         CalibrationError: There are no inputs, an input is too short, or `steps` is too small.
@@ -343,8 +347,9 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Other(NamedTuple):
-    """The settings of another cache, with which the report compares a measured cache that merges
-    layers.
+    """The settings of one of the caches in a fidelity report's list `codes`.
+
+    If the measured cache merges layers, the report compares the measured cache with these caches.
     """
 
     bits: int
@@ -352,9 +357,10 @@ class _Other(NamedTuple):
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return this cache's setting `merge`, which is None without `values_merged`.
+        """Return the argument `merge` with which this `KVCache` is created.
 
-        With `values_merged`, pairs of layers, from the first layer on, merge only their values.
+        If `values_merged` is true, pairs of layers, from the first layer on, merge only their
+        values. Otherwise the result is None, and no layers are merged.
         """
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
@@ -388,7 +394,11 @@ def _all_bits(codes: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Gathered:
-    """The measurements of all inputs so far, grouped by kind; `report` summarizes them."""
+    """The measurements for a fidelity report, over all inputs so far.
+
+    The measurements are grouped by kind, such as the KL divergence of next-token probabilities, or
+    the cosines between two layers' keys. The method `report` summarizes the measurements.
+    """
 
     def __init__(self) -> None:
         self.parts: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
@@ -400,8 +410,10 @@ class _Gathered:
         self.products: dict[_Layers, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
-        """Record how the model's predictions with another cache differ from those with the exact
-        cache, and the bytes of the other cache."""
+        """Record the measurements of `which`, one of the caches in the report's list `codes`.
+
+        The measurements are the bytes of this cache, and the KL divergence of the next-token
+        probabilities with this cache from those with the exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size
@@ -462,7 +474,11 @@ class _Gathered:
                 self._add(cosine, "attention", place)
 
     def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
-        """Return the report of all measurements."""
+        """Return the fidelity report, which compares the measured cache with an exact one.
+
+        `settings` contains the settings of the measured cache. `merged` is the result of its method
+        `KVCache.merged` for the last input.
+        """
         whole = {of: torch.cat(parts) for of, parts in self.parts.items()}
         cosines = [found for of, found in whole.items() if of[0] == "attention"]
         attention = [{"mean": float(c.mean()), "worst": float(c.min())} for c in cosines]

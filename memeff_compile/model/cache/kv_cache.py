@@ -83,8 +83,9 @@ class KVCache(Cache):
             merges pairs of consecutive layers. For each older token, the two layers of such a pair
             share one direction (unit vector) of the keys. The two layers also share one direction
             of the values. With `MiniCache(values_only=True)`, they share only directions of values.
-            Merging layers loses more accuracy than 3-bit codes. Merging shows a warning unless you
-            pass the result of `fidelity_report` for your model.
+            Merging layers loses more accuracy than 3-bit codes. Creating a cache that merges layers
+            shows a warning. To avoid the warning, pass the result of `fidelity_report` for your
+            model as `MiniCache(fidelity=...)`.
 
     Raises:
         UnsupportedInputError: A setting or a model is not supported; the message says why.
@@ -160,14 +161,16 @@ class KVCache(Cache):
         """Return one dictionary per pair of merged layers.
 
         For older tokens, two merged layers share directions (unit vectors) of values, and of keys
-        unless `values_only` is set. Each layer has its own lengths of the vectors. The call makes
-        the CPU wait for the device, because the device stores the numbers in the dictionaries.
+        unless `values_only` is set. Each layer has its own lengths of the vectors. Older tokens are
+        merged in groups of `group` tokens, a setting of `KVCache`. Some tokens of a merged group
+        may stay unmerged. The call makes the CPU wait for the device, from which the dictionaries'
+        numbers are copied.
 
         Each dictionary has these keys:
 
         - `layers`: the numbers of the pair's two layers;
-        - `merged`: the number of tokens in the groups that were merged, including tokens of these
-          groups that stayed unmerged;
+        - `merged`: the number of tokens in merged groups, including tokens of these groups that
+          stayed unmerged;
         - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not
           counting a sequence's first `keep_first` tokens, which always stay exact;
         - `left_over`: the mean number of tokens per sequence and head that did not fit into the
@@ -308,9 +311,9 @@ class KVCache(Cache):
 
 
 def _bounded(layers: list[Untyped]) -> str:
-    """If all layers have sliding windows, return a text that says why low bits would save little.
+    """If all layers have sliding windows, return why low-bit keys and values would save little.
 
-    Otherwise return ""."""
+    Otherwise return "". A sliding window limits how many tokens a layer stores."""
     ours = (layer for layer in layers if isinstance(layer, CacheLayerMixin))
     is_bounded = all(isinstance(layer, WindowLayer) for layer in ours)
     return ": a window bounds what such a layer keeps" if is_bounded else ""
@@ -363,7 +366,8 @@ _MOST_NAMED = 8
 def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
     """Return the tensors of a cache layer of any class, with their owners and attribute names.
 
-    Tensors that two merged layers share are returned only for the lower (earlier) layer.
+    Two merged layers share tensors, such as directions (unit vectors) of values. The shared tensors
+    are returned only for the lower (earlier) layer.
     """
     if isinstance(layer, InPlace):
         return list(layer.tensors())

@@ -64,7 +64,10 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return n, the number of tokens that `crop(-n)` removes; a positive argument is an error."""
+    """Return the number of tokens that `crop(tokens_to_remove)` removes.
+
+    The argument of `crop` is -n to remove n tokens. A positive argument raises a ValueError.
+    """
     if tokens_to_remove > 0:
         raise ValueError(
             f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
@@ -474,7 +477,10 @@ class CodedLayer(InPlace):
         self.layout: op_folder.Layout | None = None  # its tensors, once their shapes are known
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors in the order in which the cache ops take them as arguments."""
+        """Return the layer's tensors in the order in which ops take them as arguments.
+
+        These ops append tokens to the cache, decode the cache, or attend to the cache.
+        """
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -523,7 +529,8 @@ class CodedLayer(InPlace):
         """Return the tensors, such as rotations, that make two merged layers' vectors similar.
 
         Two merged layers share directions (unit vectors) of keys or values. The tensors are the
-        last arguments of the cache ops. The result is empty if the layer has no such tensors.
+        last arguments of the ops that decode the cache or attend to the cache. The result is empty
+        if the layer has no such tensors.
         """
         return ()
 
