@@ -651,7 +651,8 @@ class Starts:
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Apply `function`, which reorders, repeats or selects sequences, to the tensor `places`.
 
-        The first dimension of this tensor is the sequence."""
+        `places` contains the positions of each sequence's first `keep_first` tokens. The first
+        dimension of this tensor is the sequence."""
         if not self._shape:
             return
         changed = function(self.places)

@@ -68,16 +68,17 @@ class Pair:
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return two merged layers' shared tensors in the order of the cache ops' arguments.
+        """Return two merged layers' shared tensors in the order of an op's arguments.
 
-        The tensors include the common directions (unit vectors) of keys and values."""
+        The op appends tokens to the cache. The tensors include the common directions (unit vectors)
+        of keys and values."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
         """Return the maps, tensors that make the two merged layers' keys and values similar.
 
-        The order is that of the cache ops' arguments. The list is empty with
-        `MiniCache(align="none")`, which merges layers without maps.
+        The order is that of the arguments of the op that appends tokens to the cache. The list is
+        empty with `MiniCache(align="none")`, which merges layers without maps.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
@@ -172,13 +173,14 @@ class MergedLayer(CodedLayer):
         yield from super().tensors()
 
     def own(self) -> list[Tensor]:
-        """Return the tensors that only this layer has, in the order of the cache ops' arguments.
+        """Return the tensors that only this layer has, in the order of an op's arguments.
 
-        The layer shares its other tensors with the layer with which it is merged."""
+        The op appends tokens to the cache. The layer shares its other tensors with the layer with
+        which it is merged."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors of this layer's cache in the order in which two cache ops take them.
+        """Return the tensors of this layer's cache in the order in which two ops take them.
 
         One op converts the cache's codes back to keys and values, another computes attention. The
         layer shares some of the tensors with the layer with which it is merged."""

@@ -35,9 +35,10 @@ class ValuesPair(Pair):
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return two merged layers' shared tensors in the order of the cache ops' arguments.
+        """Return two merged layers' shared tensors in the order of an op's arguments.
 
-        The tensors contain the common directions (unit vectors) and the lengths of values."""
+        The op appends tokens to the cache. The tensors contain the common directions (unit vectors)
+        and the lengths of values."""
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
@@ -75,14 +76,14 @@ class ValuesLayer(MergedLayer):
     long = "span", "k_codes", "k_scales"
 
     def own(self) -> list[Tensor]:
-        """Return the tensors that only this layer has, in the order of the cache ops' arguments.
+        """Return the tensors that only this layer has, in the order of an op's arguments.
 
-        For example, each layer has its own keys. The layer shares the codes of values with the
-        layer with which it is merged."""
+        The op appends tokens to the cache. For example, each layer has its own keys. The layer
+        shares the codes of values with the layer with which it is merged."""
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors of this layer's cache in the order in which two cache ops take them.
+        """Return the tensors of this layer's cache in the order in which two ops take them.
 
         One op converts the cache's codes back to keys and values, another computes attention. The
         layer shares some of the tensors with the layer with which it is merged."""

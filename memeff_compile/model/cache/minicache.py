@@ -169,8 +169,8 @@ class MiniCache:
 
         Two merged layers share one direction (unit vector) of a token's keys, and one of its
         values. The number says where the shared direction lies: at 0 on the lower layer's own
-        direction, at 1 on the upper layer's. The default is 0.7 if keys and values are merged with
-        `align="heads"`, otherwise 0.5.
+        direction, at 1 on the upper layer's. With `rule="max_norm"`, the number has no effect. The
+        default is 0.7 if keys and values are merged with `align="heads"`, otherwise 0.5.
         """
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
@@ -187,10 +187,10 @@ class MiniCache:
     def capacity(self, tokens: int) -> int:
         """Return how many tokens may stay unmerged in a cache with a length of `tokens`.
 
-        Two layers merge the keys and values of tokens that leave the window of latest tokens. They
-        have separate memory for tokens outside the window that stay unmerged. A sequence's first
-        `keep_first` tokens do not count. With the default settings, 328 unmerged tokens fit into a
-        cache with a length of 32768.
+        When tokens leave the window of latest tokens, two layers can merge these tokens' keys and
+        values. For a token that stays unmerged, each layer stores its own key and value. A
+        sequence's first `keep_first` tokens do not count. With the default settings, 328 unmerged
+        tokens fit into a cache with a length of 32768.
         """
         return math.ceil(self.retained * tokens)
 

@@ -54,10 +54,10 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     errors.
 
     The function returns the model. The logits stay the same, up to rounding. Call this function
-    before `ternarize_(model, "a4.8")`, which makes weights ternary and quantises inputs of layers
-    to 4 or 8 bits. Also call this function before you create the optimizer. The model must have
-    the structure of Llama, Mistral, Qwen2 or Qwen3 in transformers. The function raises an error
-    for other models and leaves them unchanged.
+    before `ternarize_(model, "a4.8")`, which makes the weights of linear layers ternary and
+    quantises these layers' inputs to 4 or 8 bits. Also call this function before you create the
+    optimizer. The model must have the structure of Llama, Mistral, Qwen2 or Qwen3 in transformers.
+    The function raises an error for other models and leaves them unchanged.
 
     The function also compares the logits before and after the rotation, in float32. Meanwhile, the
     main memory has a copy of the weights, and the model's device has a float32 copy of 16-bit

@@ -116,8 +116,8 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the stored number of steps, in the training stage of the next step.
 
-        In the first stage, layers quantise their inputs to 8 bits. In the second stage, layers
-        follow the recipe `second`.
+        In the first stage, linear layers quantise their inputs to 8 bits. In the second stage, the
+        layers follow the recipe `second`.
 
         You may load the states of optimizer and scheduler before or after this call. These states
         contain the learning rate and weight decay of the stage in which they were saved. This call

@@ -140,19 +140,21 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": weights, "notes": self.notes}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the compressed weights' number and bytes, the notes, and lines for all weights.
+        """Return totals, the notes, and lines for all weights.
 
-        The notes are about names in the argument `skip`. A line has a weight's size, or the reason
-        why the weight is unchanged. Weights share one line if their shapes and results are equal
-        and their names differ only in numbers. `details` has one line per weight.
+        The totals are the compressed weights' number and bytes, and the number of dense weights.
+        The notes are about names in `skip`, an argument of `compress_`. A line has a weight's size,
+        or the reason why the weight is unchanged. Weights share one line if their shapes and
+        results are equal and their names differ only in numbers. `details` has one line per weight.
         """
         return self._text(folds=True)
 
     def details(self) -> str:
-        """Return the compressed weights' number and bytes, the notes, and one line per weight.
+        """Return totals, the notes, and one line per weight.
 
-        The notes are about names in the argument `skip`. A line has the weight's size, or the
-        reason why the weight is unchanged."""
+        The totals are the compressed weights' number and bytes, and the number of dense weights.
+        The notes are about names in `skip`, an argument of `compress_`. A line has the weight's
+        size, or the reason why the weight is unchanged."""
         return self._text(folds=False)
 
     def _text(self, *, folds: bool) -> str:

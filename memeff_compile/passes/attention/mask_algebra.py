@@ -177,7 +177,7 @@ class All(_OfParts):
 
 
 class Some(_OfParts):
-    """The condition that holds at a tensor's index if one of `parts` or more hold there."""
+    """The condition that holds at a tensor's index if any condition in `parts` holds there."""
 
 
 Formula: TypeAlias = "Fixed | AtLeastZero | IsZero | Flag | Not | All | Some"
@@ -192,7 +192,8 @@ class TooLarge(Exception):
 def at_least_zero(total: Linear) -> Formula:
     """Return the condition `total >= 0` on a sum of axis indices, sizes and tensor elements.
 
-    If the sum has only numbers and sizes, and the result is proved, return TRUE or FALSE.
+    If the sum has only numbers and sizes, and the result is proved for all sizes, return TRUE or
+    FALSE.
     """
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
@@ -200,7 +201,8 @@ def at_least_zero(total: Linear) -> Formula:
 def is_zero(total: Linear) -> Formula:
     """Return the condition `total == 0` on a sum of axis indices, sizes and tensor elements.
 
-    If the sum has only numbers and sizes, and the result is proved, return TRUE or FALSE.
+    If the sum has only numbers and sizes, and the result is proved for all sizes, return TRUE or
+    FALSE.
     """
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
@@ -331,7 +333,7 @@ def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the condition, on batch, query and key index, under which a mask shows a key.
+    """Return the condition under which a mask makes a key visible to a query.
 
     A boolean mask is true for visible keys, and a floating-point mask adds zero to their scores. A
     floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other

@@ -82,7 +82,8 @@ class Form:
         The mask may have bounds on positions, a table of visible keys (one flag per key), and one
         condition on ids, but nothing else. A condition on ids requires that query and key have
         equal ids, such as sequence ids. All conditions on the query alone count as one condition on
-        ids. A query that meets them has the id 1, another query the id 0. Every key has the id 1.
+        ids. A query that meets these conditions has the id 1, any other query the id 0. Every key
+        has the id 1.
         """
         return (
             not (self.positions or self.shifted or self.rest)

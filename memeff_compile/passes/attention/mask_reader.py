@@ -101,7 +101,7 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return a token's position for each sequence id that the mask's formula reads.
+        """Return the token's position for each sequence id that the mask's formula reads.
 
         The graph computed the ids from these positions: an id increases by one where the position
         does not increase by one. Ids that the graph computed otherwise are left out.
