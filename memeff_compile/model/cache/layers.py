@@ -162,8 +162,10 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that have one entry per sequence, or no tensors before they are
-        allocated."""
+        """Yield each tensor of this layer whose first dimension is the sequence.
+
+        Before the tensors are allocated, yield no tensor. The `Place` before each tensor contains
+        the tensor's owner and name."""
         if self.is_initialized:
             for name in self.held:
                 yield (self, name), getattr(self, name)
@@ -654,8 +656,10 @@ class Starts:
         return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
-        """Apply `function`, which reorders, repeats or selects sequences, to the tensors with one
-        entry per sequence."""
+        """Apply `function`, which reorders, repeats or selects sequences, to the tensor `places`.
+
+        `places` contains the positions of each sequence's first `keep_first` tokens. The first
+        dimension of this tensor is the sequence."""
         if not self._shape:
             return
         changed = function(self.places)

@@ -60,8 +60,8 @@ class Pair:
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the tensors that the two merged layers share, once they are allocated.
 
-        If the layers are aligned, the result includes the maps, which make the two layers' keys
-        and values similar before the merge.
+        With `MiniCache(align="heads")`, the result includes the maps, tensors that make the two
+        layers' keys and values similar before the merge.
         """
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
@@ -85,8 +85,8 @@ class Pair:
     def find_angles(self, depth: int, device: torch.device) -> None:
         """Find the angles of the keys' rotary embedding, or None if the config does not tell them.
 
-        With known angles, the rotations that make two layers' keys similar are fitted to later
-        positions too."""
+        Before two layers' keys are merged, rotation matrices make the keys similar. With known
+        angles, these matrices are fitted as if each key also appeared at later positions."""
         found = None if self.config is None else angles_of(self.config, depth)
         self.angles = None if found is None else found.to(device)
 
@@ -105,19 +105,23 @@ class Pair:
     def kept(self) -> dict[str, float]:
         """Return two mean numbers of tokens per sequence and head.
 
-        `kept` is the number of unmerged older tokens, not counting a sequence's first `keep_first`
-        tokens, which always stay exact. `left_over` is the number of tokens that were merged only
-        because they did not fit into the memory for unmerged tokens."""
+        When tokens leave the window of latest tokens, two layers can merge these tokens' keys and
+        values. `kept` is the number of tokens outside the window that stay unmerged. A sequence's
+        first `keep_first` tokens always stay exact, and `kept` does not count them. `left_over` is
+        the number of tokens that were merged only because they did not fit into the memory for
+        unmerged tokens."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens from the state that two merged layers share, and reset the maps.
+        """Remove all tokens from the state that two merged layers share.
 
-        The maps make the two layers' keys and values similar. Only aligned layers have maps.
-        `starts`, (B, H), contains the position of each sequence's first token.
+        With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
+        and values similar. The maps are reset to the identity, or to the rotations and the pairing
+        of heads from `MiniCache(fidelity=...)`. `starts`, (B, H), contains the position of each
+        sequence's first token.
         """
         self.parked = None
         held: Any = self
@@ -137,9 +141,11 @@ _KEPT = {"kept": "kept_count", "left_over": "left_over"}
 
 
 class MergedLayer(CodedLayer):
-    """One of two layers that store common directions of older tokens' keys and values.
+    """One of two cache layers that share directions (unit vectors) of keys and values.
 
-    The directions are unit vectors. Each layer stores the lengths of its own vectors."""
+    For each merged token and head, one unit vector of the keys and one of the values are stored for
+    both layers. Each layer stores the lengths of its own keys and values. The latest tokens
+    (`KVCache(recent=...)` of them) are never merged."""
 
     held = tuple(name for name in op_folder.OWN if name != "counts")
     long: Sequence[str] = ("span", "norms", "k_kept", "v_kept")
@@ -158,9 +164,10 @@ class MergedLayer(CodedLayer):
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield this layer's tensors with one entry per sequence.
+        """Yield each tensor of this layer whose first dimension is the sequence.
 
-        The lower (earlier) of two merged layers also yields the tensors that both layers share."""
+        The lower (earlier) of two merged layers also yields the tensors that both layers share. The
+        `Place` before each tensor contains the tensor's owner and name."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
         yield from super().tensors()
@@ -183,15 +190,17 @@ class MergedLayer(CodedLayer):
         """Return the maps of this layer, tensors that make two merged layers' vectors similar.
 
         The ops that read the cache take the maps. One op converts the cache's codes back to keys
-        and values, another computes attention. The result is empty if the layers are not aligned.
+        and values, another computes attention. The result is empty with `MiniCache(align="none")`,
+        which merges layers without maps.
         """
         held = self.pair.maps()
         return tuple(held[1:] if self.is_upper else held[:1])
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's own tensors.
+        """Allocate the tensors that only this layer has.
 
-        The first of two merged layers also allocates the tensors that both layers share."""
+        The layer is merged with another layer: they share directions (unit vectors) of keys and
+        values. The first of the two layers also allocates the tensors that they share."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
@@ -222,8 +231,8 @@ class MergedLayer(CodedLayer):
         """Raise an error if the rotations of the fidelity report do not fit this model.
 
         The report, passed as `MiniCache(fidelity=...)`, is a result of `fidelity_report`. Rotations
-        that fit are moved to the device. The rotations turn the upper layer's vectors towards those
-        of the lower layer."""
+        that fit are moved to the device. For two merged layers, the rotations turn the later
+        layer's keys and values towards those of the earlier layer."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -237,8 +246,10 @@ class MergedLayer(CodedLayer):
         self.pair.common = turns.to(self.device), slots.to(self.device)
 
     def lengthy(self) -> list[Tensor]:
-        """Return the tensors whose third dimension depends on the cache's length, including the
-        tensors that store unmerged tokens."""
+        """Return the tensors whose third dimension depends on the cache's length.
+
+        Two layers that merge keys and values store some tokens unmerged. The memory for these
+        tokens depends on the cache's length too."""
         shared = (tensor for tensor in self.pair.shared() if tensor.dim() > 2)
         return [*super().lengthy(), *shared]
 
@@ -256,7 +267,7 @@ class MergedLayer(CodedLayer):
         super().require_like(key_states, value_states)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write the keys and values of new tokens, and merge those of older tokens.
+        """Write the keys and values of new tokens, and merge two layers' older keys and values.
 
         The lower of two merged layers runs first. The lower layer stores a single new token
         exactly. The lower layer keeps several new tokens aside until the upper layer gets the same
@@ -279,9 +290,10 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Store a single new token of the lower layer exactly, or keep several tokens aside.
+        """Write new tokens of the lower (earlier) of two merged layers.
 
-        Tokens stay aside until the upper of the two merged layers gets the same tokens."""
+        A single new token is stored exactly. Several new tokens wait in `pair.parked` until the
+        upper layer gets the same tokens."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return
@@ -322,8 +334,9 @@ class MergedLayer(CodedLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state that two merged layers share.
+        """Remove all tokens from the state that two merged layers share.
 
-        If the layers are aligned, the maps that align the layers are fitted to the next tokens."""
+        With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
+        and values similar. The maps are then fitted again, to the next tokens that arrive."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

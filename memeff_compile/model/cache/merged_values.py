@@ -42,14 +42,18 @@ class ValuesPair(Pair):
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
-        """Return counts of unmerged tokens: zeros, because all encoded values are merged."""
+        """Return zero for `kept`, the number of unmerged tokens, and zero for `left_over`.
+
+        `left_over` is the number of tokens that did not fit into the memory for unmerged tokens.
+        Two layers that merge only values merge the values of all encoded tokens."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove the lower layer's tokens that the upper layer did not get, and reset the maps.
+        """Remove waiting tokens of the lower of two merged layers, and reset the layers' maps.
 
-        The maps make the two merged layers' values similar. The rotations of the upper layer's
-        values and the pairing of the layers' heads are copied from the report passed as
+        Tokens still wait if a forward pass ended before the upper layer got the same tokens. The
+        maps are tensors that make the two layers' values similar. The rotations of the upper
+        layer's values and the pairing of the layers' heads are copied from the report passed as
         `MiniCache(fidelity=...)`. Without a report, they become the identity. The layers' mean
         values, which are subtracted before the merge, become zero. `starts` has no effect.
         """
@@ -63,7 +67,10 @@ class ValuesPair(Pair):
 
 
 class ValuesLayer(MergedLayer):
-    """One of two layers that share the directions (unit vectors) of their older tokens' values."""
+    """One of two cache layers that share the directions (unit vectors) of older tokens' values.
+
+    For each merged token and head, one unit vector is stored for both layers. Each layer has its
+    own keys. The latest tokens (`KVCache(recent=...)` of them) are never merged."""
 
     held = tuple(name for name in op_folder.OWN_KEYS if name != "counts")
     long = "span", "k_codes", "k_scales"
@@ -87,9 +94,10 @@ class ValuesLayer(MergedLayer):
         return None, pair.norms if self.is_upper else None
 
     def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
-        """Allocate this layer's own tensors.
+        """Allocate the tensors that only this layer has.
 
-        The first of two merged layers also allocates the tensors that both layers share."""
+        The layer is merged with another layer: they share directions (unit vectors) of values. The
+        first of the two layers also allocates the tensors that they share."""
         shared, own = op_folder.shapes_of_values(layout, batch, heads, self.max_cache_len)
         places = (batch, heads, layout.kept)
         self.starts.allocate(places, self.max_cache_len, self.device)
@@ -105,7 +113,9 @@ class ValuesLayer(MergedLayer):
         self._make(self, own)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write the keys and values of new tokens; encode older keys, and merge older values.
+        """Write the keys and values of new tokens, and encode older keys and values.
+
+        Two layers' older values are merged: the layers then share directions (unit vectors).
 
         The lower of two merged layers runs first. The lower layer stores a single new token
         exactly. The lower layer keeps several new tokens aside until the upper layer gets the same

@@ -39,7 +39,7 @@ _WHY = {"align": " There is no map over all heads together: each head would read
 
 
 class Measured(Protocol):
-    """An object that contains the similarity of layers, such as a `FidelityReport`."""
+    """An object, such as a `FidelityReport`, that says how similar layers' keys and values are."""
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ class Measured(Protocol):
 
         The dictionary contains the numbers of the `layers`, and the `mean` cosine between their
         keys and between their values. The entry `aligned` contains the mean cosines after means
-        are subtracted, heads are matched, and the upper layer's vectors are rotated.
+        are subtracted, heads are matched, and the later layer's keys and values are rotated.
         """
 
     @property
@@ -88,7 +88,7 @@ class MiniCache:
             weighted mean. `max_norm` takes the direction of the longer vector.
         t: the position on the arc for `slerp`, or the weight of the upper layer for `average`.
             The value 0 gives the lower layer's direction, the value 1 the upper layer's. The
-            default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
+            default is 0.7 if keys and values are merged with `align="heads"`, otherwise 0.5.
         gamma: which tokens stay unmerged. A token's distance is the distance between its vectors in
             the two layers. A token stays unmerged if its distance is near the largest distance
             (with `reading="similar"`, the smallest). Near means a difference of at most `gamma`
@@ -165,24 +165,32 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return `t` or its default: where a shared direction lies between two layers' directions.
+        """Return `t`, or its default if `t` is None.
 
-        The default is 0.7 if keys and values of aligned layers are merged, otherwise 0.5.
+        Two merged layers share one direction (unit vector) of a token's keys, and one of its
+        values. The number says where the shared direction lies: at 0 on the lower layer's own
+        direction, at 1 on the upper layer's. With `rule="max_norm"`, the number has no effect. The
+        default is 0.7 if keys and values are merged with `align="heads"`, otherwise 0.5.
         """
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the rotations and the matching heads that the fidelity report has for two layers.
+        """Return the two tensors that make the keys and values of a pair of layers similar.
 
-        Return None without a report (`fidelity`), or if the report has no entry for the layers."""
+        The first tensor rotates the upper layer's keys and values towards the lower layer's. The
+        second has the lower layer's head for each head of the upper layer. Both tensors come from
+        `fidelity`, the result of `fidelity_report`. Return None if `fidelity` is None, or has no
+        entry for the pair."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many unmerged older tokens fit into a cache with a length of `tokens`.
+        """Return how many tokens may stay unmerged in a cache with a length of `tokens`.
 
-        Two merged layers store the vectors of an unmerged token separately. With the default
-        settings, 328 unmerged tokens fit into a cache with a length of 32768.
+        When tokens leave the window of latest tokens, two layers can merge these tokens' keys and
+        values. For a token that stays unmerged, each layer stores its own key and value. A
+        sequence's first `keep_first` tokens do not count. With the default settings, 328 unmerged
+        tokens fit into a cache with a length of 32768.
         """
         return math.ceil(self.retained * tokens)
 
@@ -253,11 +261,11 @@ def _named(pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
-    """Return the pairs of consecutive layers between `start` and `end` with equal entries in
-    `kinds`.
+    """Return pairs of neighbouring layers with equal entries in `kinds`, from `start` up to `end`.
 
-    Each layer belongs to at most one pair. A layer with the entry None belongs to no pair, and may
-    lie between the two layers of a pair.
+    Layers with the entry None do not count: two layers are neighbours if only layers with the entry
+    None lie between them. Each layer belongs to at most one pair. The layer `end` and later layers
+    belong to no pair.
     """
     found: list[tuple[int, int]] = []
     for lower, upper in consecutive(kinds, start, end):
@@ -278,7 +286,7 @@ def consecutive(
     """Return every pair of neighbouring layers with equal entries in `kinds`; a layer may be in two
     pairs.
 
-    Layers whose entry in `kinds` is None do not count: two layers are neighbours if only such
-    layers lie between them."""
+    Layers with the entry None do not count: two layers are neighbours if only layers with the entry
+    None lie between them."""
     places = [place for place in range(len(kinds))[start:end] if kinds[place] is not None]
     return [(lower, upper) for lower, upper in pairwise(places) if kinds[lower] == kinds[upper]]

@@ -220,9 +220,10 @@ def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict
     config.
 
     Returns:
-        Two dictionaries with paths as keys. The first contains the new activation function of each
-        MLP. The second contains a sentence for each config that will not name the squared ReLU
-        after saving and loading.
+        Two dictionaries. The first maps the path of each replaced activation function to a text
+        about the new one. The second has the paths of configs that will not name the squared ReLU
+        after saving and loading. Each of these paths has a sentence that asks the user to call
+        `ternarize_` again after loading.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

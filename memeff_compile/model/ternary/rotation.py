@@ -54,9 +54,10 @@ def rotate_hidden_states_(model: Model, *, seed: int = 0) -> Model:
     errors.
 
     The function returns the model. The logits stay the same, up to rounding. Call this function
-    before `ternarize_(model, "a4.8")` and before you create the optimizer. The model must have
-    the structure of Llama, Mistral, Qwen2 or Qwen3 in transformers. The function raises an error
-    for other models and leaves them unchanged.
+    before `ternarize_(model, "a4.8")`, which makes the weights of linear layers ternary and
+    quantises these layers' inputs to 4 or 8 bits. Also call this function before you create the
+    optimizer. The model must have the structure of Llama, Mistral, Qwen2 or Qwen3 in transformers.
+    The function raises an error for other models and leaves them unchanged.
 
     The function also compares the logits before and after the rotation, in float32. Meanwhile, the
     main memory has a copy of the weights, and the model's device has a float32 copy of 16-bit
@@ -262,7 +263,10 @@ def _normed(rows: Tensor) -> Tensor:
 def _require_parts(
     path: str, module: object, needed: set[str], more: frozenset[str] = frozenset()
 ) -> None:
-    """Raise OptionError unless exactly the needed children of a module have parameters."""
+    """Raise OptionError unless exactly the children named in `needed` have parameters.
+
+    Children of the module that are named in `more` may have parameters too. The module itself must
+    not have parameters."""
     children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
     found = {name for name, child in children.items() if next(child.parameters(), None) is not None}
     own = set(module._parameters) if isinstance(module, nn.Module) else set()

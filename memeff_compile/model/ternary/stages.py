@@ -114,7 +114,10 @@ class TernaryStages:
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the stored number of steps, in the stage to which the next step belongs.
+        """Continue after the stored number of steps, in the training stage of the next step.
+
+        In the first stage, linear layers quantise their inputs to 8 bits. In the second stage, the
+        layers follow the recipe `second`.
 
         You may load the states of optimizer and scheduler before or after this call. These states
         contain the learning rate and weight decay of the stage in which they were saved. This call

@@ -414,7 +414,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
 
     Raises:
         OptionError: There is no linear layer to pack, or one has hooks or parametrisations.
-        UnsupportedInputError: A weight has values other than -1, 0 and 1.
+        UnsupportedInputError: The weight of an offline `AutoBitLinear` has values other than -1, 0
+            and 1.
 
     Example:
         >>> memeff_compile.pack_ternary_(model)  # doctest: +SKIP

@@ -140,17 +140,21 @@ class CompressionReport(VerbReport):
         return json.dumps({"weights": weights, "notes": self.notes}, indent=indent)
 
     def __str__(self) -> str:
-        """Return the totals and notes, then the size of each weight, or the reason why it is
-        unchanged.
+        """Return totals, the notes, and lines for all weights.
 
-        Weights share one line if their shapes and results are equal and their names differ only in
-        numbers. `details` has one line per weight.
+        The totals are the compressed weights' number and bytes, and the number of dense weights.
+        The notes are about names in `skip`, an argument of `compress_`. A line has a weight's size,
+        or the reason why the weight is unchanged. Weights share one line if their shapes and
+        results are equal and their names differ only in numbers. `details` has one line per weight.
         """
         return self._text(folds=True)
 
     def details(self) -> str:
-        """Return the totals and notes, then one line per weight: its size, or the reason why it is
-        unchanged."""
+        """Return totals, the notes, and one line per weight.
+
+        The totals are the compressed weights' number and bytes, and the number of dense weights.
+        The notes are about names in `skip`, an argument of `compress_`. A line has the weight's
+        size, or the reason why the weight is unchanged."""
         return self._text(folds=False)
 
     def _text(self, *, folds: bool) -> str:
@@ -669,8 +673,10 @@ def _is_cut_once(weight: Tensor) -> bool:
 
 
 def _layer(module: nn.Module, attribute: str) -> str:
-    """Return the name that `LAYERS` gives to a module's class, or "" if the class is not in
-    `LAYERS`.
+    """Return a module's name in `LAYERS`, the classes whose weights can be compressed, or "".
+
+    The names are "Linear", "Conv1D" and "Embedding". Return "" for other modules, and if
+    `attribute` is not "weight".
     """
     kind = type(module)
     if attribute != "weight":

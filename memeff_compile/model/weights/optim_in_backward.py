@@ -96,8 +96,11 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a region of `count` elements in the ring of spill buffers, after waiting until
-        such a region is free.
+        """Return a free region of `count` elements in the ring of spill buffers in CPU memory.
+
+        The GPU copies a new weight to the region if the weight's codes do not fit into the memory
+        of the old codes. If no region is free, check the oldest values in this queue first. Without
+        a ring, return None.
         """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
@@ -188,10 +191,10 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the GPU, and check all new values of compressed weights in this queue.
+        """Wait for the GPU, and check the new values of all compressed weights in this queue.
 
-        Encode each value again whose codes (the compressed form) did not fit into the memory of the
-        weight's old codes.
+        The codes (the compressed form) of a new value are written to the memory of the weight's old
+        codes. Encode each value again whose codes did not fit.
         """
         with self.lock:
             self._encode()

@@ -90,9 +90,10 @@ class MemeffConfig(QuantizationConfigMixin):
 
     @property
     def full_codec(self) -> str:
-        """Return the codec's name with mantissa bits and block size, such as "win4:k3:b512".
+        """Return the full name of the codec, the compressed format of weights.
 
-        The name of a lossless codec has no such numbers."""
+        For a lossy codec, the name contains the mantissa bits and the block size, such as
+        "win4:k3:b512". The name of a lossless codec does not contain these numbers."""
         from memeff_compile.kernels.coded_weight import Format, parse
 
         lossy = (self.mantissa, self.block) if self.mantissa < 7 else ()

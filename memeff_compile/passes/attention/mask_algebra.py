@@ -147,17 +147,17 @@ class _OfParts:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A constant formula: true at every index, or false at every index."""
+    """A constant condition: true at every index of a tensor, or false at every index."""
 
     value: bool
 
 
 class AtLeastZero(_OfSum):
-    """The condition `sum >= 0`."""
+    """The condition `sum >= 0` on a sum of axis indices, sizes and tensor elements (`Linear`)."""
 
 
 class IsZero(_OfSum):
-    """The condition `sum == 0`."""
+    """The condition `sum == 0` on a sum of axis indices, sizes and tensor elements (`Linear`)."""
 
 
 class Flag(_OfRead):
@@ -173,11 +173,11 @@ class Not:
 
 
 class All(_OfParts):
-    """A formula that holds where all of its subformulas hold."""
+    """The condition that holds at a tensor's index if all conditions in `parts` hold there."""
 
 
 class Some(_OfParts):
-    """A formula that holds where at least one of its subformulas holds."""
+    """The condition that holds at a tensor's index if any condition in `parts` holds there."""
 
 
 Formula: TypeAlias = "Fixed | AtLeastZero | IsZero | Flag | Not | All | Some"
@@ -190,15 +190,19 @@ class TooLarge(Exception):
 
 
 def at_least_zero(total: Linear) -> Formula:
-    """Return the condition `total >= 0`; if it is true at every index, or false at every index,
-    return TRUE or FALSE.
+    """Return the condition `total >= 0` on a sum of axis indices, sizes and tensor elements.
+
+    If the sum has only numbers and sizes, and the result is proved for all sizes, return TRUE or
+    FALSE.
     """
     return _settled(AtLeastZero(total), total.constant >= 0, total.constant < 0)
 
 
 def is_zero(total: Linear) -> Formula:
-    """Return the condition `total == 0`; if it is true at every index, or false at every index,
-    return TRUE or FALSE.
+    """Return the condition `total == 0` on a sum of axis indices, sizes and tensor elements.
+
+    If the sum has only numbers and sizes, and the result is proved for all sizes, return TRUE or
+    FALSE.
     """
     return _settled(IsZero(total), total.constant == 0, total.constant != 0)
 
@@ -210,12 +214,12 @@ def _settled(formula: AtLeastZero | IsZero, holds: Any, fails: Any) -> Formula:
 
 
 def both(*parts: Formula) -> Formula:
-    """Return the formula that holds where all given formulas hold."""
+    """Return the condition that holds at an index if all given conditions hold there."""
     return _joined(All, parts, TRUE, FALSE)
 
 
 def either(*parts: Formula) -> Formula:
-    """Return the formula that holds where at least one given formula holds."""
+    """Return the condition that holds at an index if at least one given condition holds there."""
     return _joined(Some, parts, FALSE, TRUE)
 
 
@@ -270,8 +274,9 @@ def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
 
 @dataclass(frozen=True)
 class Cases:
-    """A number that has one of a few values, depending on conditions; at every index exactly one of
-    the conditions holds."""
+    """A number that depends on a tensor's index: a few values, each with a condition.
+
+    At every index, exactly one of the conditions holds."""
 
     cases: tuple[tuple[Formula, float], ...]
 
@@ -293,9 +298,10 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return, as `Cases`, a number that has one of the values in `found`, each under its condition.
+    """Return the `Cases` of a number that depends on a tensor's index.
 
-    Join the conditions of equal values, and remove values whose condition is never true."""
+    `found` contains each value that the number may have, after the condition for this value. Join
+    the conditions of equal values, and remove values whose condition is FALSE."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -320,13 +326,14 @@ def combined(left: Cases, right: Cases, operation: Callable[[float, float], floa
 
 
 def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
-    """Return the formula that holds at the indices at which the value of `given` satisfies
-    `wanted`."""
+    """Return the condition under which a number, given as `Cases`, satisfies `wanted`.
+
+    The number depends on a tensor's index. `given` has each of its values, with a condition."""
     return either(*(condition for condition, value in given.cases if wanted(value)))
 
 
 def allowed_by(scalar: Scalar) -> Formula | None:
-    """Return the formula that holds for the keys that a mask makes visible.
+    """Return the condition under which a mask makes a key visible to a query.
 
     A boolean mask is true for visible keys, and a floating-point mask adds zero to their scores. A
     floating-point mask must add `MASKED` (-65504) or a lower number to the score of every other

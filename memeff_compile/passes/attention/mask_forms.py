@@ -70,7 +70,9 @@ class Form:
 
     @property
     def padding(self) -> bool:
-        """Return whether a tensor marks some keys, or some queries, as padding."""
+        """Return whether the mask has conditions on keys alone or queries alone, such as padding.
+
+        A number of keys, such as the filled length of a cache, does not count."""
         return bool(self.queries) or any(not _is_length(part) for part in self.tables)
 
     @property
@@ -80,7 +82,8 @@ class Form:
         The mask may have bounds on positions, a table of visible keys (one flag per key), and one
         condition on ids, but nothing else. A condition on ids requires that query and key have
         equal ids, such as sequence ids. All conditions on the query alone count as one condition on
-        ids.
+        ids. A query that meets these conditions has the id 1, any other query the id 0. Every key
+        has the id 1.
         """
         return (
             not (self.positions or self.shifted or self.rest)

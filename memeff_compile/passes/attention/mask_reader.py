@@ -45,15 +45,16 @@ class Value:
     def scalar_at(self, index: Sequence[Linear]) -> Scalar:
         """Return the formula of the tensor's element at `index`.
 
-        The index along each axis is a formula too: a sum (`Linear`), for example the index along
-        another tensor's axis plus a number.
+        `index` has one sum (`Linear`) for each axis of this tensor. The sum may depend on indices
+        of another tensor. Example: the index in a slice plus the slice's start.
         """
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return a tensor whose elements are the elements of this tensor at `index`; by default,
-        both tensors have the same shape.
+        """Return the `Value` of a tensor whose elements are this tensor's elements at `index`.
+
+        By default, the two tensors have the same shape.
         """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
@@ -77,8 +78,9 @@ class MaskReader:
         self._values: dict[Node, Value] = {}
 
     def read(self, node: Node) -> Value:
-        """Return the value of a node as a formula; in the formula, values for which there is no
-        rule are unknowns.
+        """Return the `Value` (shape and formula of the elements) of a node's tensor.
+
+        In the formula, elements of nodes for which the reader has no rule are unknowns.
         """
         for ancestor in _in_order(node, self._values):
             self._values[ancestor] = self._read_node(ancestor)
@@ -99,10 +101,10 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return the tensor of positions for each tensor of sequence ids that a formula reads.
+        """Return the token's position for each sequence id that the mask's formula reads.
 
         The graph computed the ids from these positions: an id increases by one where the position
-        does not increase by one.
+        does not increase by one. Ids that the graph computed otherwise are left out.
         """
         found: dict[algebra.Read, Linear] = {}
         for read_of_ids in algebra.reads_in(formula):
@@ -160,10 +162,11 @@ class MaskReader:
         return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
-        """Return the formula of a graph input that another graph computes, or None.
+        """Return the `Value` (shape and formula of the elements) of a graph input, or None.
 
-        The other graph contains this graph as the body of an activation checkpoint, or it is an
-        earlier graph partition.
+        The formula comes from another graph, which computes the input. The other graph contains
+        the current one as the body of an activation checkpoint, or is an earlier graph partition.
+        Return None if the other graph gives no formula.
         """
         if self.parent is None:
             return handed_over(node)
@@ -227,8 +230,9 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a scalar (the formula of an element) is of the kind (integer, boolean or
-    floating-point) that tensors of a given dtype contain."""
+    """Return whether a tensor of a dtype can contain elements of a formula's kind.
+
+    The kinds are integer, boolean and floating point."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
@@ -239,7 +243,9 @@ def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
 
 
 def _rounded(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return the formula of an element (a scalar), with its numbers rounded to a dtype."""
+    """Return the formula of a tensor's element, with the element's values rounded to a dtype.
+
+    Only `Cases` (values with conditions) are rounded, and only to a floating-point dtype."""
     if not isinstance(scalar, Cases) or not dtype.is_floating_point:
         return scalar
     with compat.outside_dispatch_modes():
@@ -270,25 +276,27 @@ class _Operands:
         self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
-        """Return an argument of the ATen call as the graph passes it."""
+        """Return the argument `name` of the ATen call as the graph passes it."""
         return self._call.args[name]
 
     def plain(self, name: str) -> Any:
-        """Return an argument as a Python object, in which sizes stay symbolic."""
+        """Return the argument `name` of the ATen call, with numbers in place of graph nodes.
+
+        Symbolic sizes stay symbolic."""
         return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
-        """Return whether the call has an argument with this name."""
+        """Return whether the ATen call has an argument `name` that is not None."""
         return self._call.args.get(name) is not None
 
     def value(self, name: str = "self") -> Value:
-        """Return an argument of the call as a `Value` (shape and formula of the elements).
+        """Return the argument `name` of the ATen call as a `Value` (shape and element formula).
 
         A Python number becomes a `Value` without axes."""
         return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
-        """Return the `Value` that describes an argument, which is a node or a Python number."""
+        """Return the `Value` (shape and element formula) of an argument: a node or a number."""
         if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
@@ -305,7 +313,7 @@ class _Operands:
         raise CannotRead
 
     def axis(self, name: str, rank: int) -> int:
-        """Return an axis argument, counted from the first axis."""
+        """Return the argument `name`, an axis of a tensor with `rank` axes, as a number from 0."""
         place = self.plain(name)
         _require(isinstance(place, int))
         return int(place % rank) if rank else 0
@@ -319,8 +327,9 @@ def _size_of(node: Node) -> Any:
 
 
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
-    """Return the formula of an element (a scalar) of a tensor that is broadcast to a larger
-    shape."""
+    """Return the formula that gives a tensor's element for each index of the larger `shape`.
+
+    The tensor, `value`, is broadcast to this shape."""
     lead = len(shape) - len(value.shape)
     _require(lead >= 0)
     index = []
@@ -360,7 +369,7 @@ def _cast(given: _Operands) -> Value:
 
 
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return the formula of an element (a scalar), cast to a dtype."""
+    """Return the formula of a tensor's element after a cast of the tensor to a dtype."""
     if _fits(scalar, dtype):
         _require(not isinstance(scalar, (Unknown, Magnitude)))
         _require(dtype.is_floating_point or not isinstance(scalar, Cases))
@@ -375,7 +384,9 @@ def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
 
 
 def as_condition(scalar: Scalar) -> Formula:
-    """Return the condition that an element, given by its formula, is not zero."""
+    """Return the condition under which a tensor's element is not zero.
+
+    `scalar` is the formula that gives the element for each index of the tensor."""
     if isinstance(scalar, Linear):
         return algebra.negated(algebra.is_zero(scalar))
     if isinstance(scalar, Cases):
@@ -798,9 +809,10 @@ def reader_of(info: GraphInfo) -> MaskReader:
 
 
 def handed_over(node: Node) -> Value | None:
-    """Return the formula for the elements of a graph input, which an earlier partition computed.
+    """Return the `Value` (shape and formula of the elements) of a graph input, or None.
 
-    DDP splits a graph into partitions. Return None if the earlier partition recorded no formula.
+    DDP splits a graph into partitions. If an earlier partition computed this input, the earlier
+    partition may have recorded the `Value`. Return None if no `Value` is recorded.
     """
     notes = compat.notes_between_pieces()
     value: Value | None = None if notes is None else notes.get(compat.example_value(node))
