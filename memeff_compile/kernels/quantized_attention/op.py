@@ -23,7 +23,7 @@ from .settings import GRANULARITIES, LEVELS, SMOOTHABLE, settings_for
 
 ENGINES = {
     "tiles": (
-        "8-bit codes made in two launches, then tiles of queries against tiles of keys, in Triton "
+        "8-bit codes made in a few launches, then tiles of queries against tiles of keys, in Triton "
         "kernels (CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
     ),
     "reference": (

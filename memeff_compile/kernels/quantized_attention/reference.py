@@ -44,7 +44,7 @@ FINER = 3.0
 """The size of the queries' mean in the first of two channels, divided by its size in the second."""
 
 MOST_EVENED = 3.0
-"""The largest power of two by which a channel of queries is divided."""
+"""The largest exponent of the power of two by which a channel of queries is divided."""
 
 LEAST_ENERGY = 2.0**-16
 """The least energy of sampled keys without their mean, relative to that with it; a channel with
