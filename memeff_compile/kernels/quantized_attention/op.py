@@ -23,8 +23,8 @@ from .settings import GRANULARITIES, LEVELS, SMOOTHABLE, settings_for
 
 ENGINES = {
     "tiles": (
-        "8-bit codes made in a few launches, then tiles of queries against tiles of keys, in Triton "
-        "kernels (CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
+        "8-bit codes made in a few launches, then tiles of queries against tiles of keys, in "
+        "Triton kernels (CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
     ),
     "reference": (
         "the same arithmetic in plain PyTorch, a tile of keys at a time (any device); in float64 "
