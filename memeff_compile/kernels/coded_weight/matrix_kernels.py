@@ -249,9 +249,10 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row of each loaded patch (an uncoded element) inside the tile, and its column.
+    """Return each loaded patch's row in the tile, and its column in the weight.
 
-    The row is -1 for an entry that is not a patch of the tile.
+    A patch is an uncoded element of the weight. For an entry that is not a patch of the tile, the
+    row is -1 or at least `C.ROWS`.
     """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent

@@ -71,8 +71,11 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """One value per row and class: a polynomial in probabilities and log-probabilities, multiplied
-    by numbers that are equal for all classes of a row."""
+    """A polynomial in probabilities and log-probabilities, with one value per row and class.
+
+    `terms` has the factor of each term. Each mask in `masks` multiplies the whole polynomial by one
+    number per row, or sets the polynomial to zero in some rows.
+    """
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
