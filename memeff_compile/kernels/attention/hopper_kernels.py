@@ -144,10 +144,9 @@ def _sequence_of(
     first and its last visible key, and its joint id. Each key has its joint id. For a kernel with
     tiles of keys, queries and keys change roles.
 
-    The second pointer points to the flags of all sequences. A flag tells whether keys or values
-    that the mask of keys hides are nan or infinite. There is one flag for each sequence and key
-    head. `others` is the number of the sequence's keys for tiles of queries, and the number of its
-    queries for tiles of keys.
+    The second pointer points to flags, one for each sequence and key head. A flag tells whether
+    keys or values that the mask of keys hides are nan or infinite. `others` is the number of the sequence's
+    keys for tiles of queries, and the number of its queries for tiles of keys.
     """
     size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
     first_ptr = ranges_ptr + batches * tiles * FIELDS

@@ -249,9 +249,11 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row of each loaded patch (an uncoded element) inside the tile, and its column.
+    """Return the row and column of each loaded patch (an uncoded element).
 
-    The row is -1 for an entry that is not a patch of the tile.
+    Rows are counted from the first row of the tile, columns from the start of the weight's row. A
+    patch before the tile gets row -1, as does an entry that is no patch. A patch after the tile
+    gets a row of at least `C.ROWS`.
     """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent
