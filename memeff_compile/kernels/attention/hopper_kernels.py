@@ -145,8 +145,8 @@ def _sequence_of(
     tiles of keys, queries and keys change roles.
 
     The second pointer points to flags, one for each sequence and key head. A flag tells whether
-    keys or values that the mask of keys hides are nan or infinite. `others` is the number of the sequence's
-    keys for tiles of queries, and the number of its queries for tiles of keys.
+    keys or values that the mask of keys hides are nan or infinite. `others` is the number
+    of the sequence's keys for tiles of queries, and the number of its queries for tiles of keys.
     """
     size = 3 * tiles * OURS + (others + OTHERS - 1) // OTHERS * OTHERS
     first_ptr = ranges_ptr + batches * tiles * FIELDS
