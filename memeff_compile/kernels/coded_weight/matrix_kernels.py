@@ -253,7 +253,7 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
     Rows are counted from the first row of the tile, columns from the start of the weight's row. A
     patch before the tile gets row -1, as does an entry that is no patch. A patch after the tile
-    gets a row of at least `C.ROWS`.
+    gets a row of at least `C.ROWS`. For each row outside the tile, the column is 0.
     """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent
