@@ -249,10 +249,11 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return each loaded patch's row in the tile, and its column in the weight.
+    """Return the row and column of each loaded patch (an uncoded element).
 
-    A patch is an uncoded element of the weight. For an entry that is not a patch of the tile, the
-    row is -1 or at least `C.ROWS`.
+    Rows are counted from the first row of the tile, columns from the start of the weight's row. A
+    patch before the tile gets row -1, as does an entry that is no patch. A patch after the tile
+    gets a row of at least `C.ROWS`. For each row outside the tile, the column is 0.
     """
     own = own_patches(mma, C)
     plain: gl.constexpr = own.type.layout.parent

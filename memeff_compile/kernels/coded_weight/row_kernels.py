@@ -65,7 +65,8 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
     """Return the row and column of each patch (an uncoded element).
 
-    Rows are counted from the program's first row. A patch before that row gets row -1.
+    Rows are counted from the program's first row, columns from the start of the weight's row. A
+    patch before the program's first row gets row -1.
     """
     number = tl.arange(0, CHUNKS)
     ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
