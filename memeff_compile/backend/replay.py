@@ -334,8 +334,8 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the step's results `found`; for a result that is one of the step's inputs, return the
-        caller's tensor in `args` instead of its static copy."""
+        """Return the step's results `found`; for a result that is one of the step's inputs, return
+        the caller's tensor in `args` instead of its static copy."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
