@@ -242,7 +242,8 @@ def _memory(tensor: Tensor) -> Iterator[int]:
 class _Buffers:
     """Static memory for a step's arguments that are a new tensor in each call.
 
-    A CUDA graph reads its inputs at fixed addresses, so each call copies these tensors to them.
+    A CUDA graph reads its inputs at fixed addresses, so `fill` copies these tensors into this
+    memory.
     """
 
     def __init__(self, roles: Roles, args: Sequence[Any]) -> None:
@@ -334,8 +335,8 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the step's results `found`; for a result that is one of the step's inputs, return
-        the caller's tensor in `args` instead of its static copy."""
+        """Return the decoding step's results `found`; if a result is one of the step's inputs,
+        return the caller's tensor in `args` instead."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 

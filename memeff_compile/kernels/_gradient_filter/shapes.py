@@ -39,11 +39,11 @@ class FilterShapes(NamedTuple):
 
     A gradient filter drops unlikely classes from a loss's gradients. The filter chooses these
     classes separately for each group of `rows` rows (tokens). To score classes, logits are computed
-    in tiles of `columns` classes. The hidden states' gradient (dE) is computed in tiles of `rows`
-    tokens x `product_columns` features. The weight's gradient (dC) is computed in tiles of `rows`
-    classes x `product_columns` features. A multiprocessor runs `per_processor` programs that
-    compute products at the same time. If there are two, one multiplies while the other reads and
-    writes dC.
+    in tiles of `columns` classes. The hidden states' gradient (dE) is a matrix product in tiles of
+    `rows` tokens x `product_columns` features. The weight's gradient (dC) is a matrix product in
+    tiles of `rows` classes x `product_columns` features. A multiprocessor runs `per_processor`
+    programs that compute products at the same time. If there are two, one multiplies while the
+    other reads and writes dC.
     """
 
     rows: int
@@ -137,7 +137,7 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 
     - the classes' scores: sums or maxima of their probabilities in each group of rows;
     - for each class, a word with a bit per group of rows, and the sorted order of these words;
-    - two copies of hidden-state rows, and sums over classes of the hidden states' gradient (dE);
+    - two copies of hidden-state rows, and partial sums for the hidden states' gradient (dE);
     - for each row and each level (a score below which the filter drops classes), the sum of the
       probabilities that the row would lose.
     """
