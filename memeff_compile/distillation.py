@@ -24,7 +24,10 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def coefficients_of(kind: str, beta: float) -> Coefficients:
-    """Return the coefficients with which the fused op computes the divergence with a given name.
+    """Return the coefficients with which `memeff::linear_divergence` computes a divergence.
+
+    `kind` names the divergence. A coefficient multiplies a sum over classes, such as sum(q log p),
+    where p is the student's softmax and q the teacher's.
 
     `beta` is the teacher's weight in the Jensen-Shannon divergence (jsd).
     """

@@ -240,7 +240,11 @@ def _memory(tensor: Tensor) -> Iterator[int]:
 
 
 class _Buffers:
-    """Static memory for the arguments that are new in each call."""
+    """Static memory for a step's arguments that are a new tensor in each call.
+
+    A CUDA graph reads its inputs at fixed addresses, so `fill` copies these tensors into this
+    memory.
+    """
 
     def __init__(self, roles: Roles, args: Sequence[Any]) -> None:
         self._roles = roles
@@ -280,8 +284,8 @@ class _Buffers:
                 raise _Unfit("it writes to an input that is a new tensor in each call")
 
     def given_back(self, found: Any, args: Sequence[Any]) -> Any:
-        """Return the decoding step's results; if a result is a static buffer, return the caller's
-        argument instead."""
+        """Return the decoding step's results `found`; if a result is a static buffer, return the
+        caller's argument in `args` instead."""
         ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
         if type(found) not in (tuple, list):
             return ours.get(id(found), found)
@@ -308,8 +312,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Outputs:
-    """The results that a call returns: a result that is also an argument is the caller's object,
-    every other tensor is a clone.
+    """The rules by which the results of a decoding step are returned to its caller.
+
+    A result that is also an argument is returned as the caller's tensor. After a replay of the
+    step's CUDA graph, every other tensor is returned as a clone.
     """
 
     def __init__(self, found: Any, inputs: Sequence[Any]) -> None:
@@ -329,14 +335,17 @@ class _Outputs:
             self._cloned.append(number)
 
     def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return the results of a call; if a result is one of the call's arguments, return the
-        caller's object."""
+        """Return the decoding step's results `found`; if a result is one of the step's inputs,
+        return the caller's tensor in `args` instead."""
         pairs = zip(found, self._places, strict=True)
         return self._type(each if place is None else args[place] for each, place in pairs)
 
     def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:
-        """Return a call's results, with clones of those results that the next replay would
-        overwrite."""
+        """Return the results `found` of a replayed CUDA graph, with clones of those that the next
+        replay would overwrite.
+
+        `args` are the caller's arguments, as in `handed_out`.
+        """
         copies = list(found)
         for number in self._cloned:
             copies[number] = found[number].clone()
@@ -382,8 +391,8 @@ class CudaEngine:
     """Recorder of CUDA graphs on one GPU, with a memory pool and a recording stream for each stream
     of the caller.
 
-    A lock makes sure that the copies before a replay, the replay and the clones after it are not
-    interrupted.
+    With `lock`, only one thread at a time copies a call's inputs, replays a graph and clones the
+    results.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run the script, write the zip, print its path; return 1 if the script does not exist."""
+    """Run the script that `given` names, write a bug report's zip, and print the zip's path.
+
+    Return 1 if the script, or the folder for the zip, does not exist.
+    """
     script = Path(given.script)
     if not script.is_file():
         sys.stderr.write(f"There is no file {script} to run.\n")

@@ -71,7 +71,7 @@ def hold_constant(value: Any) -> None:
     """Add a guard on the current value of a symbolic number, so that another value makes Dynamo
     compile the graph again.
 
-    `value` is the number's graph node. For all other values, the function does nothing.
+    `value` is the number's graph node. If `value` is not such a node, the function does nothing.
     """
     symbol = example_value(value) if isinstance(value, Node) else None
     if isinstance(symbol, torch.SymInt):

@@ -6,13 +6,14 @@ The filters `mass` and `block` first compute the logits of a sample of classes. 
 the filters estimate each row's (token's) probability mass in unlikely classes. Rows are sorted by
 this estimate, and 128 consecutive rows form a group.
 
-One pass over all classes computes each row's largest logit and sum of exponentials. The same pass
-gives each class a score in each group of rows. For `mass`, the score is the sum of the class's
-probabilities over the group's rows. For `block`, the score is the maximum. The filter drops the
-classes whose score is below a threshold, called a level. For each row and each of 31 levels, the
-pass over all classes sums the probabilities that the row would lose at this level. For each group,
-`mass` uses the highest level at which no row loses more mass than the setting tau. `block` has only
-one level, the setting eps. The filter always keeps the target classes of the group's rows.
+One pass over all classes computes each row's largest logit and sum of exponentials. For each group
+of rows, the same pass gives each class a score that decides whether the filter drops the class. For
+`mass`, the score is the sum of the class's probabilities over the group's rows. For `block`, the
+score is the maximum. The filter drops the classes whose score is below a threshold, called a level.
+For each row and each of 31 levels, the pass over all classes sums the probabilities that the row
+would lose at this level. For each group, `mass` uses the highest level at which no row loses more
+mass than the setting tau. `block` has only one level, the setting eps. The filter always keeps the
+target classes of the group's rows.
 
 Classes are then sorted by the set of row groups in which the filter keeps them. In most tiles (128
 rows x 128 classes), the filter therefore keeps all classes or none. For the tiles with kept
@@ -80,8 +81,9 @@ from .shapes import (
 class Filtered(RowWalk):
     """A loop over blocks of rows (tokens) that drops unlikely classes from a loss's gradients.
 
-    A gradient filter (`mass`, `block` or `published`) chooses these classes. The object contains
-    the loop's buffers, and launches the kernels for each block.
+    A gradient filter chooses these classes. The filter `mass` limits the total probability of a
+    row's dropped classes. The filters `block` and `published` compare probabilities with a
+    threshold. The object contains the loop's buffers, and launches the kernels for each block.
     """
 
     def __init__(
@@ -210,12 +212,13 @@ class Filtered(RowWalk):
     def _selected(
         self, compact: Selection, rank: Tensor, base: Tensor, values: Tensor | None
     ) -> Selection:
-        """Return the rows of `compact` in the order `rank`.
+        """Return the rows (tokens) that the call computes, in the order `rank`.
 
-        The function also writes the rows' bases (numbers near their largest logits) to `self.base`,
-        in the same order. `base` has the bases in the order of `compact`. In a backward pass,
-        `values` is given: numbers of each row, such as the log-sum-exp, which is then the base.
-        From `values`, the function also writes factors of the gradients.
+        `compact` has these rows in their original order. Row i of the result is row `rank[i]` of
+        `compact`. The function also writes the rows' bases (numbers near their largest logits) to
+        `self.base`, in the same order. `base` has the bases in the order of `compact`. In a
+        backward pass, `values` is given: numbers of each row, such as the log-sum-exp, which is
+        then the base. From `values`, the function also writes factors of the gradients.
         """
         rows, kept = self.extent, compact.kept
         if kept is None:
@@ -298,11 +301,11 @@ class Filtered(RowWalk):
         )
 
     def gradients(self, block: Block) -> None:
-        """Compute the gradients of hidden states and weight from the tiles that the filter keeps.
+        """Compute the gradients of hidden states and weight under the gradient filter.
 
-        The gradient filter drops unlikely classes. It keeps a tile (128 rows x 128 classes) if it
-        keeps at least one of the tile's classes for these rows. The method lists the kept tiles,
-        and computes their logits' gradients. It multiplies these gradients by the weight and by the
+        The filter drops unlikely classes. It keeps a tile (128 rows x 128 classes) if it keeps at
+        least one of the tile's classes for these rows. The method lists the kept tiles, and
+        computes their logits' gradients. It multiplies these gradients by the weight and by the
         hidden states, and adds the products to the results.
         """
         self._list(block.number)
@@ -506,7 +509,7 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop that computes the gradients of the fused loss op.
+        """Return an object that computes the gradients of the fused loss op when its loop runs.
 
         The gradient filter drops unlikely classes from the hidden states' gradient, from the
         weight's gradient, or from both gradients.

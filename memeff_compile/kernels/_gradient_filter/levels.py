@@ -91,8 +91,8 @@ def filter_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sy
     The filter drops unlikely classes from a loss's gradients. Its score of a class is the sum or
     the maximum of the class's probabilities in a group of rows (tokens). The bound includes these
     scores, and the logits' gradients of the tiles (128 rows x 128 classes) that the filter keeps.
-    It also includes sums of the hidden states' gradient (dE), and the indices of sorted rows and
-    classes.
+    It also includes the buffer in which programs sum the hidden states' gradient (dE) over classes,
+    and the indices of sorted rows and classes.
     """
     tile = 128
     height = sympy.Min(FILTER_GROUPS * tile, sympy.ceiling(rows / tile) * tile)

@@ -39,10 +39,11 @@ class FilterShapes(NamedTuple):
 
     A gradient filter drops unlikely classes from a loss's gradients. The filter chooses these
     classes separately for each group of `rows` rows (tokens). To score classes, logits are computed
-    in tiles of `columns` classes. The gradients of the hidden states (dE) and of the weight (dC)
-    are products, computed in tiles of `rows` x `product_columns`. A multiprocessor runs
-    `per_processor` programs that compute products at the same time. If there are two, one
-    multiplies while the other reads and writes dC.
+    in tiles of `columns` classes. The hidden states' gradient (dE) is a matrix product in tiles of
+    `rows` tokens x `product_columns` features. The weight's gradient (dC) is a matrix product in
+    tiles of `rows` classes x `product_columns` features. A multiprocessor runs `per_processor`
+    programs that compute products at the same time. If there are two, one multiplies while the
+    other reads and writes dC.
     """
 
     rows: int
@@ -95,10 +96,10 @@ class FilterShapes(NamedTuple):
 
 @lru_cache(maxsize=64)
 def filter_shapes_for(device: torch.device) -> FilterShapes:
-    """Return the shapes of the gradient filters' tiles of logits and gradients on a device.
+    """Return the tile shapes with which a loss with a gradient filter runs on a device.
 
-    A gradient filter drops unlikely classes from a loss's gradients. Without CUDA, the shapes are
-    small ones for Triton's interpreter.
+    A gradient filter drops unlikely classes from a loss's gradients. The tiles divide the logits
+    and the gradients. Without CUDA, the shapes are small ones for Triton's interpreter.
     """
     if device.type != "cuda":
         return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
@@ -106,10 +107,11 @@ def filter_shapes_for(device: torch.device) -> FilterShapes:
 
 
 def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
-    """Return the shapes of the gradient filters' tiles of logits and gradients on a GPU.
+    """Return the tile shapes with which a loss with a gradient filter runs on a GPU.
 
-    A gradient filter drops unlikely classes from a loss's gradients. `programs` is the GPU's number
-    of multiprocessors. `is_hopper` says whether its compute capability is 9.0.
+    A gradient filter drops unlikely classes from a loss's gradients. The tiles divide the logits
+    and the gradients. `programs` is the GPU's number of multiprocessors. `is_hopper` says whether
+    its compute capability is 9.0.
     """
     if is_hopper:
         return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)
@@ -135,7 +137,7 @@ def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: A
 
     - the classes' scores: sums or maxima of their probabilities in each group of rows;
     - for each class, a word with a bit per group of rows, and the sorted order of these words;
-    - two copies of hidden-state rows, and sums of the hidden states' gradient (dE);
+    - two copies of hidden-state rows, and partial sums for the hidden states' gradient (dE);
     - for each row and each level (a score below which the filter drops classes), the sum of the
       probabilities that the row would lose.
     """
