@@ -206,8 +206,8 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
     - whether any query of the tile has visible keys with gaps between them.
 
     The second result is a pointer to the joint ids of the sequence's keys. The last two results are
-    numbers of tiles of keys. Zeros must replace keys or values that the mask of keys hides, in two
-    ranges of tiles: before the first number, and from the second number on.
+    the numbers of two tiles of keys. Zeros must replace keys or values that the mask of keys hides,
+    in two ranges of tiles: before the first number, and from the second number on.
 
     `sequences` is the number of sequences. `at` contains the tile's sequence, the tile, and the
     number of tiles of a sequence. `heads` contains one combined index of the tile's sequence and

@@ -41,14 +41,14 @@ launch."""
 
 
 class Pool(NamedTuple):
-    """The tensors of one layer's cache, in the order in which ops and kernels take them.
+    """The tensors of one layer's low-bit KV cache, in the order in which ops and kernels take them.
 
     `Layout.shapes` returns the shapes of these tensors. A window stores the latest tokens exactly.
     `k_kept` and `v_kept` store other tokens exactly, such as the first tokens of each sequence, and
-    `places` (int32) contains the positions of these tokens. Codes have dtype uint8. If the layout's
-    `bits` is PLAIN (16), plain numbers in the model's dtype take the place of codes. `counts`
-    (int64) contains three numbers: of the tokens in the cache, of the tokens stored as codes, and
-    of the programs of a running launch that have finished.
+    `places` (int32) contains the positions of these tokens. Codes of other keys and values have
+    dtype uint8. If the layout's `bits` is PLAIN (16), plain numbers in the model's dtype take the
+    place of codes. `counts` (int64) contains three numbers: of the tokens in the cache, of the
+    tokens stored as codes, and of the programs of a running launch that have finished.
     """
 
     k_codes: Any

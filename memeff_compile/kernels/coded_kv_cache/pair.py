@@ -122,10 +122,11 @@ def unlike_rows(
     window: Tensor,
     group: int,
 ) -> str | None:
-    """Return a sentence that says why new keys and values cannot be appended to two merged layers.
+    """Return a sentence that says why new keys and values cannot be appended to two layers' caches.
 
-    The result is None if they can. `new` contains the keys and values of the upper layer, `lower`
-    those of the lower layer.
+    The two layers, lower and upper, share merged keys and values, or only merged values. The result
+    is None if the new keys and values can be appended. `new` contains the keys and values of the
+    upper layer, `lower` those of the lower layer.
     """
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape

@@ -71,7 +71,8 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 def require_in_step(counts: Tensor, due: int) -> None:
     """Raise RuntimeError if the lower of two merged layers does not have `due` tokens.
 
-    `counts` contains the lower layer's number of tokens, at the index LENGTH.
+    Merged layers share merged keys and values, or only merged values. `counts` contains the lower
+    layer's number of tokens, at the index LENGTH.
     """
     there = int(counts[LENGTH])
     if there != due:
