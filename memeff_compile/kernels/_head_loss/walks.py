@@ -61,7 +61,7 @@ class Differentiating(Walk):
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
-        """Compute the gradients of a block's logits, and from them the block's contributions to the
+        """Compute the gradients of a block's logits, and add the block's contributions to the
         gradients of hidden states and weight.
 
         These contributions are products of the logits' gradients with the weight, and with the

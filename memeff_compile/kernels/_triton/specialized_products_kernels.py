@@ -288,7 +288,7 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.constexpr):
-    """Multiply the loaded tiles, and write the gradients of the hidden states and of the weight."""
+    """Sum the products of the loaded tiles, and write the gradients of hidden states and weight."""
     x_by_column_desc, grad_weight_desc, scales_ptr, width = descs
     splits, _, _, _ = limits
     _, _, held_full, _, slot_full, slot_empty = bars

@@ -73,7 +73,7 @@ def append_pair(
     - the first `keep_first` tokens of each sequence;
     - tokens whose distance between the two layers is beyond a threshold, while memory for unmerged
       tokens is left. `gamma` determines the threshold. `reading` says whether larger or smaller
-      distances are beyond it.
+      distances are beyond the threshold.
 
     The distance is the larger of two angles: between a token's two keys, and between its values.
 

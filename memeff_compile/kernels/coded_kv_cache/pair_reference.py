@@ -156,7 +156,7 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the keys and values `rows` of two layers, and store the results in the caches `pair`.
+    """Merge two layers' keys and values (`rows`), and store the results in the caches `pair`.
 
     Merging replaces a token's two keys by one shared direction (unit vector) and two lengths. The
     two values are merged likewise. The first token of `rows` has the position `coded`. No value is
