@@ -42,7 +42,11 @@ class Settings(NamedTuple):
 
     @property
     def wanted(self) -> tuple[bool, ...]:
-        """Return which of the results in `RowResults` the caller requests."""
+        """Return one flag per result of the forward pass: whether the call computes this result.
+
+        The flags have the order of the fields of `RowResults`: a row's (token's) loss, log-sum-exp,
+        sum of logits, entropy and most likely class. The first two flags are always true.
+        """
         return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
 
     def served(self) -> Settings:
@@ -93,7 +97,12 @@ class Operands(NamedTuple):
 
     @property
     def trained(self) -> tuple[Tensor | None, ...]:
-        """Return the operands that can have a gradient, in the order of `Gradients`."""
+        """Return the operands that can have a gradient.
+
+        The operands are the hidden states, the weight, the bias, `low` and `up`, in this order. The
+        output projection is `hidden @ weight.T + low @ up.T`, plus the bias. Operands that a call
+        does not have are None.
+        """
         return self.hidden, self.weight, self.bias, self.low, self.up
 
     def flags(self, settings: Settings) -> dict[str, bool]:
@@ -109,8 +118,9 @@ class Operands(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """The results of a forward pass: each has one element per row, or shape (0,) if the caller did
-    not request it.
+    """The results of a loss op's forward pass.
+
+    Each result has one element per row (token), or shape (0,) if the caller did not request it.
 
     These result tensors share no memory.
     """
@@ -132,9 +142,10 @@ class RowResults(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """The gradient of the loss with respect to each differentiable result, one number per row.
+    """The gradients of the training loss with respect to a loss op's differentiable results.
 
-    Each gradient is fp32 or fp64; if its result was not requested, its shape is (0,).
+    Each gradient has one fp32 or fp64 number per row (token). If its result was not requested, its
+    shape is (0,).
     """
 
     nll: Tensor
@@ -144,14 +155,14 @@ class RowGradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of a forward pass that the backward pass reads."""
+    """The results of a loss op's forward pass that its backward pass reads."""
 
     lse: Tensor  # (N,)
     entropy: Tensor  # (N,), or (0,) if it was not requested
 
 
 class Gradients(NamedTuple):
-    """The gradients of the operands; gradients that the caller did not request are None."""
+    """The gradients of a loss op's operands. Those that the caller did not request are None."""
 
     hidden: Tensor | None  # (N, D)
     weight: Tensor | None  # (V, D), laid out like the weight
@@ -248,7 +259,12 @@ class ScalarLoss(NamedTuple):
 
 
 class LossAndGradients(NamedTuple):
-    """The total loss and the requested gradients, in the order of `Gradients`."""
+    """The total loss of a loss op, and the gradients of the op's operands.
+
+    The operands are the hidden states, the weight, the bias, `low` and `up`. `low` and `up` are the
+    operands of a second product in the output projection (`Operands`). Gradients that the caller
+    did not request are None.
+    """
 
     total: Tensor
     grad_hidden: Tensor | None

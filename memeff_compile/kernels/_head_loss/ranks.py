@@ -178,9 +178,12 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target column of each row that is not ignored, and two masks.
+    """Return each row's (token's) target as a column of this rank's logits, and two masks of rows.
 
-    The masks mark the rows whose target this rank has, and the rows whose target another rank has.
+    The ranks split the classes of an output projection. If another rank has a row's target, the
+    first result contains an arbitrary column of this rank. For an ignored row, the first result
+    contains `IGNORED`. The masks mark the rows whose target this rank has, and the rows whose
+    target another rank has.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

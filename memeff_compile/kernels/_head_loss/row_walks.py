@@ -47,7 +47,7 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor for one number per row.
+        """Return a new tensor with the shape of `like`, whose first axis runs over rows (tokens).
 
         If ignored rows are left out, the tensor is filled with zeros, because no kernel writes the
         numbers of these rows.
@@ -68,7 +68,8 @@ class RowWalk(Differentiating):
         """Return a tensor descriptor, with which the GPU loads tiles of a given shape from a
         matrix.
 
-        The descriptor is made once, and used for all blocks of rows."""
+        The method makes the descriptor once. Later calls, for other blocks of rows (tokens), get
+        the same descriptor."""
         key = id(matrix), rows, columns, describe
         if key not in self.described:
             self.described[key] = describe(matrix, rows, columns)  # holds the matrix

@@ -61,6 +61,9 @@ class Differentiating(Walk):
 
     @abstractmethod
     def gradients(self, block: Block) -> None:
-        """Compute the gradients of a block's logits, multiply them by the weight and by the hidden
-        states, and add the products to the results.
+        """Compute the gradients of a block's logits, and add the block's contributions to the
+        gradients of hidden states and weight.
+
+        These contributions are products of the logits' gradients with the weight, and with the
+        hidden states. A block is a range of rows (tokens) or classes.
         """

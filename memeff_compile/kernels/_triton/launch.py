@@ -265,9 +265,10 @@ def launch_plain(
     constants: Mapping[str, Any],
     name: tuple[Any, ...],  # the values that determine `constants`, and the dtype of each tensor
 ) -> None:
-    """Run a Triton kernel, found by a short key, and check only the alignment of its tensors.
+    """Run a Triton kernel, and find its compiled form by a short key that contains `name`.
 
-    The function `launch` also reads the dtypes and devices of the tensors.
+    The function checks only whether the tensors are aligned to 16 bytes. The function `launch` also
+    reads the dtypes and devices of the tensors.
     """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *tensors, *numbers, **constants)
@@ -296,7 +297,10 @@ def launch_aligned(
     constants: Mapping[str, Any],
     name: Hashable,  # as for `launch_plain`
 ) -> None:
-    """Run a Triton kernel, found by a short key, for tensors whose alignment is already known."""
+    """Run a Triton kernel for tensors that are known to be aligned to 16 bytes.
+
+    The function finds the compiled kernel by a short key that contains `name`.
+    """
     runs_compiled = compat.is_compiled(kernel) and _notes.get() is None
     if runs_compiled:
         device = current_gpu()

@@ -71,8 +71,11 @@ def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take tiles one by one, tell the other warps which tile is next, and load the operands of the
-    tile's sum."""
+    """Take tiles of the results one by one, and tell the multiplying warps which tile is next.
+
+    The results are the gradients of the hidden states and of the weight. A tile is a sum of
+    products of smaller blocks of two matrices. The function loads these blocks.
+    """
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, _, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
@@ -142,7 +145,7 @@ def _sum(
     MMA: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Return one tile of a matrix product: a sum of products of the operands' tiles.
+    """Return one tile of a matrix product: a sum of products of the two matrices' tiles.
 
     During the sum, the function releases the shared memory from which the previous tile was
     written.
@@ -285,7 +288,7 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
 
 @gluon.jit
 def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.constexpr):
-    """Sum the products of the loaded tiles, and write the results."""
+    """Sum the products of the loaded tiles, and write the gradients of hidden states and weight."""
     x_by_column_desc, grad_weight_desc, scales_ptr, width = descs
     splits, _, _, _ = limits
     _, _, held_full, _, slot_full, slot_empty = bars

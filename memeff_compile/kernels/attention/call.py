@@ -27,15 +27,17 @@ class Call:
     def scales(self) -> tuple[float, float]:
         """Return two scales that turn products of queries and keys into exponents of 2.
 
-        Unless the mask is a bias, kernels first multiply products by the sign of the call's scale.
-        Then kernels apply the second scale. The results are called raw scores:
+        A kernel first computes raw scores from the products, with the second scale:
 
-        - With a softcap, a raw score is the tanh of the scaled product.
-        - If the mask is a bias, a raw score is the scaled product, to which the bias is added.
-        - Otherwise the second scale is 1, and a raw score is the product with this sign.
+        - If the mask is a bias, a raw score is the product times the second scale, which is then
+          the call's scale (`given.scale`). The bias is added to this raw score.
+        - With a softcap, the product is multiplied by the second scale. A raw score is the tanh of
+          the result.
+        - Otherwise a raw score is the product, and the second scale is 1.
 
         The first scale then turns raw scores into exponents of 2. If the mask is a bias, the first
-        scale only converts scores to base 2.
+        scale only converts scores to base 2. Without a bias, neither scale is negative. So the
+        kernel also multiplies products by the sign of the call's scale.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:

@@ -1,14 +1,15 @@
-"""The forward pass of large calls of the implementation `tiles` on Hopper, in Gluon: one warp loads
-tiles, and eight warps multiply.
+"""The forward pass of the attention implementation `tiles` for large calls on Hopper, in Gluon: one
+warp loads tiles, and eight warps multiply.
 
-The kernel needs compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel
-supports bounds on positions, sequence ids and masks of keys. For ids and masks of keys, the module
-`ranges` first finds which keys each query sees. `is_faster` returns whether a call uses this
-kernel. The kernel is used only for calls of the kind for which it was measured to be faster than
-the kernels of `tiles`. As in the implementation `tiles`, no sum depends on the order in which
+The implementation also has Triton kernels, in the module `tiles_kernels`. The Gluon kernel needs
+compute capability 9.0, bf16 or fp16, and a head dimension up to 128. The kernel supports bounds on
+positions (causal masks and sliding windows), sequence ids and masks of keys. For ids and masks of
+keys, the module `ranges` first finds which keys each query sees. `is_faster` returns whether a call
+uses this kernel. The kernel is used only for calls of the kind for which it was measured to be
+faster than the Triton kernels. As in the Triton kernels, no sum depends on the order in which
 programs run. The backward pass is in `hopper_gradients`.
 
-The kernel takes at least the time of its floating-point operations, as the kernels of `tiles` do.
+The kernel takes at least the time of its floating-point operations, as the Triton kernels do.
 Each visible pair of a query and a key takes 4 D operations (D is the head dimension). An H200
 reaches at most 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and
 a head dimension of 128 reaches 593 TFLOP/s.

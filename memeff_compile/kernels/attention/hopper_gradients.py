@@ -1,10 +1,11 @@
-"""The backward pass of large calls of the implementation `tiles` on Hopper, in Gluon: one warp
-loads tiles, and eight warps multiply.
+"""The backward pass of the attention implementation `tiles` for large calls on Hopper, in Gluon:
+one warp loads tiles, and eight warps multiply.
 
-These kernels support the calls that the forward kernel in `hopper` supports. `is_faster` returns
-whether a call uses these kernels. The kernels are used only for calls of the kinds for which they
-were measured to be faster than the kernels of `tiles`. As in the implementation `tiles`, no sum
-depends on the order in which programs run.
+The implementation also has Triton kernels, in the module `tiles_kernels`. These Gluon kernels
+support the calls that the forward kernel in `hopper` supports. `is_faster` returns whether a call
+uses these kernels. The kernels are used only for calls of the kinds for which they were measured to
+be faster than the Triton kernels. As in the Triton kernels, no sum depends on the order in which
+programs run.
 
 The lower bound of the time is 14 D operations for each visible pair of a query and a key, at 790
 TFLOP/s. D is the head dimension. One kernel computes the gradient of q, and another kernel computes

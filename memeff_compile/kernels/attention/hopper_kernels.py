@@ -59,8 +59,9 @@ VARYING = [
 
 @gluon.jit
 def _rounds(tiles):
-    """Return how many tiles this program computes: one in each round, but some programs have none
-    in the last round.
+    """Return how many of the launch's `tiles` this program computes.
+
+    In each round, every program computes one tile. In the last round, some programs may have none.
     """
     programs = gl.num_programs(0)
     whole = tiles // programs
@@ -205,8 +206,8 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
     - whether any query of the tile has visible keys with gaps between them.
 
     The second result is a pointer to the joint ids of the sequence's keys. The last two results are
-    numbers of tiles of keys. Zeros must replace keys or values that the mask of keys hides, in two
-    ranges of tiles: before the first number, and from the second number on.
+    the numbers of two tiles of keys. Zeros must replace keys or values that the mask of keys hides,
+    in two ranges of tiles: before the first number, and from the second number on.
 
     `sequences` is the number of sequences. `at` contains the tile's sequence, the tile, and the
     number of tiles of a sequence. `heads` contains one combined index of the tile's sequence and
@@ -258,12 +259,12 @@ def _which_count(query, key, is_key, span, AXIS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _is_within(ours, other):
-    """Return which positions of a visited tile are in the visible range of each position of the
-    program's own tile.
+    """Return which of the positions `other` lie in the visible range of each position of `ours`.
 
-    The program combines its own tile with visited tiles. One of the two tiles contains queries, and
-    the other contains keys. A position's visible range extends from the first to the last position
-    that this position sees.
+    A program combines its own tile of queries with visited tiles of keys, or the other way around.
+    `ours` describes the positions of the own tile. `other` contains the positions of a visited
+    tile. A query and a key see each other if the query attends to the key. A position's visible
+    range extends from the first to the last position that it sees.
     """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
@@ -294,7 +295,8 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 def _is_dirty(tile, told):
     """Return whether zeros must replace the keys or values that the mask of keys hides in a tile.
 
-    `told` contains the numbers of the two tiles that `_dirty_tiles` found.
+    `told` ends with two tile numbers, which `_dirty_tiles` returned. Zeros are needed in all tiles
+    before the first number, and from the second number on.
     """
     _, _, _, clean, dirty = told
     return (tile < clean) | (tile >= dirty)
@@ -400,12 +402,12 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 @gluon.jit
 def _joint_ids_at(other, told, MASKED: gl.constexpr):
-    """Return a number, the joint id, for each position of a visited tile.
+    """Return the joint ids, one number per position, of a visited tile of keys or queries.
 
+    A program combines its own tile of queries with visited tiles of keys, or the other way around.
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. The program combines its own tile of queries with visited tiles of keys, or the
-    other way around. `other` contains the positions of the visited tile. `told` contains a pointer
-    to their joint ids. With MASKED = GAPS, the kernel compares joint ids to find hidden keys. With
+    hide the key. `other` contains the positions of the visited tile. `told` contains a pointer to
+    their joint ids. With MASKED = GAPS, the kernel compares joint ids to find hidden keys. With
     other values of MASKED, the function returns the positions themselves, which `_hide` does not
     use.
     """

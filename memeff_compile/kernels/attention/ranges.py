@@ -5,10 +5,12 @@ Each key is seen by all queries between a first and a last one. Therefore the at
 compare positions with two numbers of each query or key. These ranges are computed on the GPU,
 without waiting for the CPU.
 
-The function `find` marks a tile if one of its positions does not see all positions between the
-first and the last one that it sees. For marked tiles, the kernels compare joint ids: one int32
-number for each position. The joint ids of a query and a key are equal if neither the mask of keys
-nor the sequence ids hide the key.
+A tile is a block of consecutive queries or keys. The function `find` marks a tile of queries if one
+of its queries has a gap: a hidden key between its first and its last visible key. Likewise, a tile
+of keys is marked if one of its keys is hidden from a query between the first and the last query
+that see the key. For marked tiles, the kernels compare joint ids: one int32 number for each query
+and each key. The joint ids of a query and a key are equal if neither the mask of keys nor the
+sequence ids hide the key.
 
 Keys and values that the mask of keys hides may be nan or infinite, and 0 times nan is nan. If a
 sequence has such numbers at hidden keys, the forward kernel and the kernel for the gradient of q
@@ -58,9 +60,9 @@ def find(
 
     - for each tile of queries, the `FIELDS` (8) numbers, such as the first of its tiles of keys;
     - for each sequence, four lists. The first two lists contain the first and the last key that
-      each query sees. The last two lists contain the joint ids of the queries and of the keys. The
-      joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide
-      the key;
+      each query sees. The last two lists contain one number, the joint id, for each query and for
+      each key. The joint ids of a query and a key are equal if neither the mask of keys nor the
+      sequence ids hide the key;
     - for each sequence and key head, a flag. The flag is 1 if `checked` has nan or an infinity at a
       key that the mask of keys hides, otherwise 0.
 

@@ -42,11 +42,11 @@ VARYING = ["ahead", "behind", "queries", "keys", "tiles", "groups"]
 
 @triton.jit
 def _range_of(start, mine, span, length, own_id, ids_ptr, mask_ptr, C: tl.constexpr):
-    """Find which of `PART` positions, from `start` on, each position of the program's tile sees.
+    """Compare the positions of the program's tile with `PART` (32) positions, from `start` on.
 
     If the program's tile contains queries, the `PART` positions are keys, and the other way around.
     A query and a key see each other if the query attends to the key. For each position of the tile,
-    the results are the first and the last seen position, and the number of seen positions.
+    the results tell which of the `PART` positions it sees: the first, the last, and how many.
     """
     place, is_ours = mine
     their_mask: tl.constexpr = C.HAS_KEY_MASK and C.OURS_ARE_QUERIES
@@ -72,8 +72,8 @@ def _ends(found, start, stop):
     query and a key see each other if the query attends to the key. The positions to combine with
     the tile are passed as ranges. The vectors `start` and `stop` contain the first position of each
     range, and the position after its last one. `found` says which of these ranges each position of
-    the tile sees. A position sees a range completely or not at all. The number counts all positions
-    of the seen ranges.
+    the tile sees. A position sees a range completely or not at all. The third result counts all
+    positions of the ranges that a position sees.
     """
     low = tl.min(tl.where(found, start[None, :], NOWHERE), axis=1)
     high = tl.max(tl.where(found, stop[None, :] - 1, -1), axis=1)

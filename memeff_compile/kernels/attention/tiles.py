@@ -92,11 +92,12 @@ class _Call(Call):
     def bounds(
         self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
     ) -> tuple[Tensor, int]:
-        """Return a table of the tiles that each program visits, and the number of own tiles.
+        """Return a table of the tiles that each program visits, and a number of programs.
 
-        A program combines its own tile with the visited tiles. Own tiles contain queries if
-        `ours_are_queries`, otherwise keys. The number counts the tiles of one sequence and head. If
-        kernels need no table, the first result is a placeholder.
+        A program has its own tile of queries if `ours_are_queries`, otherwise its own tile of keys.
+        The program combines this tile with the tiles that it visits: of keys, or of queries. The
+        number counts the programs, and thus the own tiles, of one sequence and head. If kernels
+        need no table, the first result is a placeholder.
         """
         _, heads, _, queries, keys, _ = self.sizes
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
@@ -178,8 +179,9 @@ def attend(
 
     The first result is (B, H, M, D) in bf16 or fp16, and the second is (B, H, M) in fp32. If the
     mask is a bias, the second result is (2, B, H, M). Its planes are the largest score, and the
-    logarithm of the sum of weights relative to that score. Without a `plan`, calls for which
-    `hopper.is_faster` is true run the Gluon kernel of the module `hopper`.
+    logarithm of the sum of weights relative to that score. `plan` contains the tile shapes for the
+    Triton kernels. Without a `plan`, calls for which `hopper.is_faster` is true run the Gluon
+    kernel of the module `hopper`.
     """
     from . import tiles_kernels as kernels
 

@@ -47,10 +47,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return the raw score that the softmax scales: the product of query and key.
+    """Return raw scores of queries and keys, computed from their products.
 
-    If the mask is a bias, the product is scaled. With a softcap, return the tanh of the scaled
-    product, with an error below 2e-7.
+    If the mask is a bias, a raw score is the product times `inner`, the scale of attention scores.
+    Otherwise the product is multiplied by the sign of this scale. With a softcap, `inner` is the
+    scale's absolute value divided by the softcap, and the product is also multiplied by `inner`.
+    The raw score is then the tanh of the result, with an error below 2e-7.
     """
     if C.IS_BIAS:
         product = product * inner
@@ -70,11 +72,12 @@ def _weights(raw, sums, scale):
 
 @triton.jit
 def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
-    """Load a tile of the mask, with a row for each position of the program's own tile.
+    """Load the tile of the mask for a tile of queries and a tile of keys.
 
     A program combines its own tile of queries with visited tiles of keys, or the other way around.
-    The columns are the positions of the visited tile. `is_ours` and `is_other` tell which positions
-    of the two tiles lie inside the tensors. Outside, the result is 0.
+    The rows of the result are the positions of the own tile. The columns are the positions of the
+    visited tile. `is_ours` and `is_other` tell which positions of the two tiles lie inside the
+    tensors. Outside, the result is 0.
     """
     corner, places, stride = mask
     inside = is_ours[:, None] & is_other[None, :]

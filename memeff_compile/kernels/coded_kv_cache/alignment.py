@@ -116,13 +116,13 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Change sums over two layers' keys as if each key also appeared at later positions.
+    """Replace sums over two layers' keys by averages over each key's own and later positions.
 
     At a later position, a rotary embedding rotates the same key further. `angles` are those of the
     rotary embedding. `maps` contains the mean of each layer's keys. `products` contains the sums
     over tokens of the upper layer's keys times the lower layer's keys, after subtracting the means.
-    The function replaces these means and products by their averages over positions. The positions
-    go from a key's own to `span` positions later.
+    The function replaces these means and products by their averages over positions, from a key's
+    own to `span` positions later.
     """
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))
@@ -207,7 +207,7 @@ def _exact(x: Tensor) -> torch.autocast:
 
 
 def centred(rows: Tensor, means: Tensor) -> Tensor:
-    """Return rows (B, H, N, D) minus their mean (B, H, D), in fp32 or fp64."""
+    """Return keys or values (B, H, N, D) minus their mean (B, H, D), in fp32 or fp64."""
     kind = wide(rows.dtype)
     return rows.to(kind) - means.to(kind).unsqueeze(2)
 
@@ -222,8 +222,9 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 def upper_heads(maps: Maps) -> Tensor:
     """Return the upper layer's matching head for each head of the lower layer, (B, H).
 
-    The rows of matching heads are merged. `maps.slots` contains the reverse: the lower layer's head
-    for each head of the upper layer.
+    A KV cache merges two layers, lower and upper: each head's keys and values, or only its values,
+    with those of the matching head. `maps.slots` contains the reverse: the lower layer's head for
+    each head of the upper layer.
     """
     heads: Tensor = maps.slots.argsort(1)
     return heads
@@ -274,9 +275,10 @@ def restored(
 ) -> Tensor:
     """Turn aligned rows back into a layer's keys or values, in the order of the layer's own heads.
 
-    An aligned row is one token's key or value in one head, minus a mean. In the upper layer, it is
-    also rotated towards the lower layer's rows. The function inverts `aligned`: it rotates the rows
-    back and adds the means.
+    Two layers of a KV cache, lower and upper, are aligned with each other. A row is one token's key
+    or value in one head. An aligned row is a row minus a mean. In the upper layer, the difference
+    is also rotated towards the lower layer's rows. The function inverts `aligned`: it rotates the
+    rows back and adds the means.
     """
     means, turns, slots = maps
     kind = rows.dtype

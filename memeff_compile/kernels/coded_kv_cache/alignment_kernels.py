@@ -3,11 +3,11 @@
 
 A row is the key vector, or the value vector, of one token and head. The maps are fitted from two
 sums over tokens. One sum adds up the rows of each layer. The other sum adds up outer products of a
-token's rows in the two layers. The mean row of each layer is subtracted first. Each program sums
-over some tokens of one sequence and head and writes a partial sum. Another step adds the partial
-sums in a fixed order. The kernels read rows directly in the model's tensors, without an fp32 copy.
-One kernel applies the maps to a prompt's rows, a few groups of tokens at a time. This kernel writes
-the results to a temporary fp32 buffer.
+token's rows in the two layers, each row minus the mean row of its layer. Each program sums over
+some tokens of one sequence and head and writes a partial sum. Another step adds the partial sums in
+a fixed order. The kernels read rows directly in the model's tensors, without an fp32 copy. One
+kernel applies the maps to a prompt's rows, a few groups of tokens at a time. This kernel writes the
+results to a temporary fp32 buffer.
 """
 
 from __future__ import annotations

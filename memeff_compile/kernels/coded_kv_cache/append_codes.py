@@ -30,7 +30,8 @@ def cut(bits: int, depth: int) -> tuple[int, int]:
     warps each program has.
 
     The returned numbers were the best on an H200. More programs encode a group faster, but slow
-    down the decoding steps in which no group is encoded. Rows of more than 128 channels do not fit
+    down the decoding steps in which no group is encoded. With fewer than 4 bits, a program has one
+    warp, or two for keys and values of more than 128 channels. More than 128 channels do not fit
     into the registers of one warp.
     """
     return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)

@@ -31,7 +31,7 @@ def parts_of(BITS, SHARES):
 
 @triton.constexpr_function
 def bits_of(C, IS_VALUE):
-    """Return the number of bits of the codes, for keys or for values."""
+    """Return how many bits the code of one element of the cached keys, or values, has."""
     return C.V_BITS if IS_VALUE else C.BITS
 
 
@@ -470,8 +470,9 @@ def _begin(pool, C: tl.constexpr):
     """Return two numbers of tokens, and the position of this sequence's first token.
 
     The first number counts all tokens in the cache, and the second the tokens stored as codes. The
-    position is an index into the cache, after the sequence's padding. If KEPT is 0, no first tokens
-    are stored exactly, and the position is 0.
+    position is an index into the cache, after the sequence's padding. The first KEPT tokens of each
+    sequence are stored exactly. If KEPT is 0, the cache stores no positions of first tokens. The
+    function then returns 0 as the position, also for a sequence with padding.
     """
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)

@@ -66,9 +66,16 @@ def append_pair(
     Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
     two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged
     in each layer's window. When the windows are full, the group of their oldest tokens is merged.
-    Some tokens of the group stay unmerged, because of their position or the angle between the two
-    layers' vectors. The criteria are `keep_first`, `gamma` and `reading` in `settings`. If
-    `lower_new` is None, `append_lower` has already written the lower layer's tokens.
+    If `lower_new` is None, `append_lower` has already written the lower layer's tokens.
+
+    Some tokens of the group stay unmerged, as three fields of `settings` say:
+
+    - the first `keep_first` tokens of each sequence;
+    - tokens whose distance between the two layers is beyond a threshold, while memory for unmerged
+      tokens is left. `gamma` determines the threshold. `reading` says whether larger or smaller
+      distances are beyond the threshold.
+
+    The distance is the larger of two angles: between a token's two keys, and between its values.
 
     No token is written if the caches would contain more than `limit` tokens. The same holds if the
     two layers would have different numbers of tokens. Attention then returns nan until the cache is

@@ -281,7 +281,8 @@ def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
     """Write nan for the last token in a window, so that the user notices an error.
 
-    Either the cache overflowed, or two merged layers have different numbers of tokens.
+    A window is the memory for a layer's latest tokens. Either the KV cache overflowed, or the two
+    layers that share merged keys or values have different numbers of tokens.
     """
     depth = tl.arange(0, DEPTH)
     nothing = tl.full((DEPTH,), float("nan"), tl.float32)

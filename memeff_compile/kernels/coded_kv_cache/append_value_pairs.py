@@ -128,7 +128,12 @@ def merge_prompt(
     recent: int,
     settings: Merging,
 ) -> None:
-    """Encode the shared values of the first groups of tokens that an empty cache gets."""
+    """Merge two layers' values of the first `due` groups of a prompt, and encode the results.
+
+    A group is the tokens that are encoded together. A token's two values become one direction (a
+    unit vector) that both layers share, and two lengths. The prompt's tokens are the first ones
+    that an empty cache gets.
+    """
     from . import append_value_pairs_kernels as kernels
 
     shared, _, upper, maps = pair

@@ -41,13 +41,14 @@ launch."""
 
 
 class Pool(NamedTuple):
-    """The tensors of one layer's cache, in the order in which ops and kernels take them.
+    """The tensors of one layer's low-bit KV cache, in the order in which ops and kernels take them.
 
     `Layout.shapes` returns the shapes of these tensors. A window stores the latest tokens exactly.
     `k_kept` and `v_kept` store other tokens exactly, such as the first tokens of each sequence, and
-    `places` (int32) contains the positions of these tokens. Codes have dtype uint8, or the model's
-    dtype if `bits` is PLAIN. `counts` (int64) contains numbers of tokens and of programs, at the
-    indices LENGTH, CODED and ARRIVED.
+    `places` (int32) contains the positions of these tokens. Codes of other keys and values have
+    dtype uint8. If the layout's `bits` is PLAIN (16), plain numbers in the model's dtype take the
+    place of codes. `counts` (int64) contains three numbers: of the tokens in the cache, of the
+    tokens stored as codes, and of the programs of a running launch that have finished.
     """
 
     k_codes: Any
@@ -184,7 +185,8 @@ def pool_of_values(shared: Sequence[Any], own: Sequence[Any]) -> list[Any]:
 class Layout:
     """The parameters of a low-bit cache, from which `shapes` computes the shapes of its tensors.
 
-    The scheme says which numbers of keys, and which numbers of values, share a scale.
+    An encoded token's keys and values have a low-bit code for each element, and a scale for several
+    elements. `scheme` says which elements of keys, and which elements of values, share a scale.
     """
 
     depth: int  # channels per head
@@ -202,7 +204,7 @@ class Layout:
 
     @property
     def bits_of_values(self) -> int:
-        """Return how many bits the code of a value has."""
+        """Return how many bits the code of one element of a value vector has."""
         return self.bits if self.value_bits is None else self.value_bits
 
     @property

@@ -81,11 +81,12 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), above which a token's keys and values stay unmerged.
+    """Return the distance, (B, H), beyond which a token's keys and values stay unmerged.
 
-    If `reading` is `similar`, keys and values below this distance stay unmerged. Unmerged keys and
-    values are stored exactly. The others are merged with another layer's keys and values. `apart`
-    (B, H, N) is the distance between two layers' keys, or between their values if it is larger.
+    If `reading` is `distinct`, tokens above this distance stay unmerged. If `reading` is `similar`,
+    tokens below this distance stay unmerged. Unmerged keys and values are stored exactly. The
+    others are merged with another layer's keys and values. `apart` (B, H, N) is the distance
+    between two layers' keys, or between their values if it is larger.
 
     The function uses only the distances for which `counted` is true. If `counted` is true for no
     token, the function returns nan. `gamma` is a fraction of the range from the smallest to the

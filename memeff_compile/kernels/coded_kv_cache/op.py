@@ -181,12 +181,11 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: 
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
-    """Return a sentence that says why attention on a GPU should not read a cache's codes directly.
+    """Return a sentence that says why a cache's keys and values should be decoded before attention.
 
-    A low-bit cache stores keys and values as codes. If there is a reason, the codes should be
-    decoded to keys and values before attention. The result is None if attention should read the
-    codes, with the op `coded_kv_cache_attention`. The op works on any GPU. This function only tells
-    passes whether to use the op.
+    A low-bit cache stores keys and values as codes. The result is None if attention should read the
+    codes themselves, with the op `coded_kv_cache_attention`, or if attention does not run on a GPU.
+    The op works on any GPU. This function only tells passes whether to use the op.
     """
     if where_it_runs(q.device).type != "cuda":
         return None
@@ -265,12 +264,11 @@ def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
-    """Return a sentence that says why a layer's linear maps do not fit its cache, or None if the
-    maps fit.
+    """Return a sentence that says why `maps` do not fit a layer's cache, or None if they fit.
 
-    The maps make the keys and values, or only the values, of this layer and another layer similar.
-    The function checks the shapes, dtypes, devices and memory layout of the maps. It also checks
-    which maps are passed together.
+    The linear maps make the keys and values, or only the values, of this layer and another layer
+    similar. The function checks the shapes, dtypes, devices and memory layout of the maps. It also
+    checks which maps are passed together.
     """
     batch, heads, _, depth = window.shape
     means, turns, slots = maps

@@ -6,10 +6,10 @@ layers share another direction. Some tokens stay unmerged, and each layer stores
 values exactly. The two layers share the tensors named in `SHARED`. Each layer also has its own
 tensors, named in `OWN`.
 
-The ops `coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of one
-layer. The pool is the ten tensors of the layer's cache, some of them shared (`pool_of`). The norms,
-from the layer's own tensors, are the lengths of its keys and values. The ops multiply shared
-directions by the norms.
+The cache of one layer consists of ten tensors, called its pool, some of them shared (`pool_of`).
+The layer's norms, one of its own tensors, are the lengths of its keys and values. The ops
+`coded_kv_cache_view` and `coded_kv_cache_attention` read the pool and the norms of one layer. These
+ops multiply shared directions by the norms.
 
 In a decoding step, the lower layer writes its token before the upper layer's token is computed. So
 the lower layer's append does not merge. Until a token is merged, each layer stores its key and
@@ -122,10 +122,11 @@ def unlike_rows(
     window: Tensor,
     group: int,
 ) -> str | None:
-    """Return a sentence that says why new keys and values cannot be appended to two merged layers.
+    """Return a sentence that says why new keys and values cannot be appended to two layers' caches.
 
-    The result is None if they can. `new` contains the keys and values of the upper layer, `lower`
-    those of the lower layer.
+    The two layers, lower and upper, share merged keys and values, or only merged values. The result
+    is None if the new keys and values can be appended. `new` contains the keys and values of the
+    upper layer, `lower` those of the lower layer.
     """
     (k, v), (lower_k, lower_v) = new, lower
     batch, heads, _, depth = window.shape
@@ -161,7 +162,7 @@ def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | 
 
 
 def unlike_choices(**given: str) -> str | None:
-    """Return a sentence that names an unsupported setting for merging two layers.
+    """Return a sentence that names an unsupported setting for merging the KV caches of two layers.
 
     The result is None if all given settings are supported.
     """

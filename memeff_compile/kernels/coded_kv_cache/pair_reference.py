@@ -71,7 +71,8 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 def require_in_step(counts: Tensor, due: int) -> None:
     """Raise RuntimeError if the lower of two merged layers does not have `due` tokens.
 
-    `counts` contains the lower layer's number of tokens, at the index LENGTH.
+    Merged layers share merged keys and values, or only merged values. `counts` contains the lower
+    layer's number of tokens, at the index LENGTH.
     """
     there = int(counts[LENGTH])
     if there != due:
@@ -155,7 +156,7 @@ def merge(
     bits: int,  # of a code, or PLAIN
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge two layers' keys and values in `rows`, and store them in the layers' caches.
+    """Merge two layers' keys and values (`rows`), and store the results in the caches `pair`.
 
     Merging replaces a token's two keys by one shared direction (unit vector) and two lengths. The
     two values are merged likewise. The first token of `rows` has the position `coded`. No value is
