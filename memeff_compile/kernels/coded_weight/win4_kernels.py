@@ -38,7 +38,7 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of pair number PAIR of the weights in a word of codes.
+    """Return the exponents of pair number PAIR of the eight weights in a word of codes.
 
     The exponents are at their bit positions in two bf16 numbers. Code 0 gives exponent 0. The
     caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
@@ -405,7 +405,7 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of 256 columns of x twice: in the order that the kernel
+    """Write one group of 256 columns of x (the tokens) twice: in the order that the kernel
     `_coded_weight_matrix_win4_wide_kernel` reads, and transposed.
     """
     group = tl.program_id(0)
