@@ -312,8 +312,8 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
-    update the weight.
+    """Write the exponent codes, signs and mantissas of a weight. If `by`, an optimizer step, is
+    given, first update the weight.
 
     A patch is a nonzero element of the weight whose exponent has no code. Return how many patches
     each chunk (8192 weights) has, and which groups of 256 weights have patches. The function
@@ -389,7 +389,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write a weight's codes, signs and mantissas to `parts`, for the codec `tier`.
+    """Write a weight's exponent codes, signs and mantissas to `parts`, for the codec `tier`.
 
     The codec `tier`, a compressed format, codes exponents in 2, 4 or 8 bits. The codes are split
     into three tensors of `parts`. The tensor `first` has the first 2 bits of each code. The tensors

@@ -69,9 +69,10 @@ class Unsettled:
         """Record whether the weight's new codes fitted into the memory of its old codes.
 
         `outcome` is an `Outcome` if the GPU has yet to report whether the codes fitted, and a bool
-        otherwise. `refuge` is the spill buffer. If the codes do not fit, the GPU copies the
-        weight's new value to `refuge`. If `outcome` is an `Outcome` and `refuge` is given, this
-        object no longer keeps the dense value, only `refuge`. The dense value can then be freed.
+        otherwise. `refuge` is the spill buffer: memory for a value whose codes do not fit. If the
+        codes do not fit, the GPU copies the weight's new value to `refuge`. If `outcome` is an
+        `Outcome` and `refuge` is given, this object no longer keeps the dense value, only `refuge`.
+        The dense value can then be freed.
 
         If this method raises an error, the object still keeps the dense value.
         """

@@ -137,7 +137,8 @@ def _coded_weight_tier_decode_kernel(
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
-    """Decode one chunk (8192 weights) of a weight of the codec `tier`."""
+    """Decode one chunk (8192 weights) of a weight of the codec `tier`, which codes exponents in 2,
+    4 or 8 bits."""
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
