@@ -21,8 +21,8 @@ def mean_key(
     """Return, for each key in `x`, its mean while a rotary embedding rotates it to later positions.
 
     The mean is over all real distances by which the key moves on, from 0 to `span` positions. From
-    one position to the next, a rotary embedding rotates each pair of channels by an angle. `angles`
-    contains these D / 2 angles, in radians.
+    one position to the next, a rotary embedding rotates the channels i and i + D / 2 by
+    `angles[i]`, in radians.
     """
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
@@ -37,8 +37,8 @@ def mean_product(
     """Return the mean of two keys' outer product while a rotary embedding rotates the two keys.
 
     The two keys move on by the same distance. The mean is over all real distances from 0 to `span`
-    positions. From one position to the next, a rotary embedding rotates each pair of channels by an
-    angle. `angles` contains these D / 2 angles, in radians.
+    positions. From one position to the next, a rotary embedding rotates the channels i and
+    i + D / 2 by `angles[i]`, in radians.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

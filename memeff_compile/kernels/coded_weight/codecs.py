@@ -178,6 +178,8 @@ class Outcome:
         """Start to copy to the CPU the needed lengths of some coded tensors, without waiting.
 
         These tensors are the weight's lists. Their needed lengths depend on the weight's new value.
+        A spill buffer is CPU memory for a value whose codes do not fit. If there is one, GPU
+        kernels write the lengths to it, and this method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:

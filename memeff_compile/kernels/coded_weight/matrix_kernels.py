@@ -306,7 +306,8 @@ def _later_patches(
 ):
     """Add the products of x (the tokens) with patches (uncoded elements) to `acc`, like `patched`.
 
-    In each round of the loop, each warp multiplies PATCHES patches, fewer than in `patched`. This
+    In each round of the loop, each warp multiplies PATCHES patches. In the tiles that
+    `shapes.matrix_tile` chooses, PATCHES is 16 for this function, and 32 for `patched`. This
     function skips the first ROUNDS rounds, because the caller has already added their products. A
     chunk is 8192 consecutive elements of the weight. In each round, the function loads, for each
     chunk, the index in the lists of patches at which the chunk's patches end. An earlier version

@@ -212,8 +212,11 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return the format of a linear layer's compressed weight. If the layer's operands have
-    unsupported dtypes, devices or numbers of dimensions, raise an error."""
+    """Return the format of a linear layer's compressed weight.
+
+    Raise an error if x or the bias has another dtype than the weight. Also raise an error if x and
+    the weight are on different devices, or if one of them has an unsupported number of dimensions.
+    """
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):

@@ -129,8 +129,10 @@ def narrow_row_tile(rows: int, processors: int) -> RowTile:
     """Return the tile of the kernel that multiplies one token by a lossily compressed weight, which
     keeps at most 3 mantissa bits.
 
-    Each program of the kernel computes one tile of outputs. The tile is chosen from
-    `NARROW_ROW_TILES`, as `row_tile` chooses from `ROW_TILES`.
+    Each program of the kernel computes one tile of outputs. The function tries the tiles of
+    `NARROW_ROW_TILES` in order. The function returns the first tile with which the GPU's
+    `processors` multiprocessors have enough warps. `WARPS_PER_PROCESSOR` warps for each
+    multiprocessor are enough. If no tile gives that many, the function returns the last tile.
     """
     return _first_busy(NARROW_ROW_TILES, rows, processors)
 

@@ -246,7 +246,7 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 def _put(pattern, FIELD: tl.constexpr, made, windows):
     """Append the codes of a weight's exponent to `made`, the codes of earlier weights.
 
-    The codec `tier` gives each weight one, two or three codes, each in a stream of its own.
+    The codec `tier` gives each weight one, two or three codes, each in a different stream.
     `pattern` contains the weight's 16 bits. Return all codes, and the byte of the weight's sign and
     mantissa.
     """

@@ -23,10 +23,10 @@ MAX_SPLITS = 64
 MAX_PROGRAMS = 3
 """The most programs per multiprocessor that are counted on: registers allow no more."""
 
-# The cost of a launch. The unit is the time for one tile per program, when the GPU runs as many
-# programs at once as it can. The costs are: the first loads of a program, the kernel that adds the
-# partial results, and the minimum that few programs need for one tile each. These numbers were
-# chosen so that the function picks the fastest sizes of `benchmarks/ops/kv_decode.py --part sweep`
+# The cost of a launch. The unit is the time for one tile of keys per program, when the GPU runs as
+# many programs at once as it can. The costs are: the first loads of a program, the kernel that adds
+# the partial results, and the minimum that few programs need for one tile each. These numbers were
+# chosen so that `splits_for` picks the fastest sizes of `benchmarks/ops/kv_decode.py --part sweep`
 # on an H200.
 _START = 0.5
 _COMBINE = 1.6

@@ -29,7 +29,7 @@ implementation in blocks of rows or of classes. There are three implementations:
 
 - `reference` uses plain PyTorch;
 - `library` uses PyTorch's matrix products and Triton kernels;
-- `hopper` uses Triton kernels for Hopper GPUs, which also compute the matrix products.
+- `hopper` computes the matrix products in Triton kernels too, on Hopper GPUs.
 
 The module `_head_loss.call` defines the arguments of a call, and `shapes` defines all block sizes.
 The folder `_gradient_filter` contains the loops that skip classes with small gradients.
