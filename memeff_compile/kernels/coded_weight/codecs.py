@@ -46,17 +46,20 @@ from .reference import STREAM_TAIL, as_patterns, move, normalise, rans_table, wi
 
 @dataclass(frozen=True)
 class Room:
-    """How much spare memory a compressed weight's lists get at their end.
+    """How much spare memory a compressed weight's tensors of variable length get at their end.
 
-    A list is a coded tensor whose length depends on the weight's values (`layout.LISTS`). Later
-    values of the weight may need longer lists.
+    These tensors are called lists (`layout.LISTS`). Their lengths depend on the weight's values.
+    Later values of the weight may need longer lists.
     """
 
     share: float = 0.0  # spare elements, as a share of the elements that are used now
     least: int = 0  # the fewest spare elements
 
     def length(self, needed: int) -> int:
-        """Return how many elements to allocate for a list of which `needed` elements are used."""
+        """Return how many elements to allocate for a list, a coded tensor of variable length.
+
+        `needed` is the number of elements that are used.
+        """
         return needed + max(math.ceil(needed * self.share), self.least)
 
 
@@ -131,8 +134,8 @@ def sheltered(count: int) -> int:
 class Outcome:
     """The result of encoding a new value into a weight's coded tensors: whether the codes fitted.
 
-    The codes fit if each list of the weight is long enough. A list is a coded tensor whose needed
-    length depends on the weight's values, such as the list of uncoded elements. The CPU knows the
+    A list is a coded tensor whose needed length depends on the weight's values, such as the list of
+    uncoded elements. The codes fit if each list of the weight is long enough. The CPU knows the
     result only after the GPU has run the kernels.
     """
 
@@ -142,19 +145,22 @@ class Outcome:
         rooms: Sequence[int],  # those they have
         refuge: Tensor | None = None,  # where a kernel writes them too, if any
     ) -> None:
-        """Store the needed and the available lengths of the weight's lists.
+        """Store the needed and the available lengths of the weight's tensors of variable length.
 
-        A list is a coded tensor whose needed length depends on the weight's values. Also store the
-        spill buffer, which receives the weight's new value if a list is too short.
+        These tensors are the weight's lists. Their needed lengths depend on the weight's values. A
+        spill buffer is memory for a value whose codes do not fit. Also store `refuge`, the spill
+        buffer, if there is one. GPU kernels write the needed lengths to its header. If a list is
+        too short, the kernels also write the weight's new value to the spill buffer.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start a kernel that copies a new value to a spill buffer if a list is too short.
+        """Start a kernel that copies a new value to a spill buffer if the value's codes do not fit.
 
-        A list is a coded tensor whose needed length depends on the value. If a list is too short,
-        the value's codes do not fit. As soon as this method returns, the caller may free the value.
+        A list is a coded tensor whose needed length depends on the value. The codes do not fit if
+        one of the weight's lists is too short. As soon as this method returns, the caller may free
+        the value.
 
         The value is the weight's new value, contiguous in bf16. The spill buffer is int16 in
         pinned memory. The buffer has space for a header in addition to the value.
@@ -169,9 +175,11 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy to the CPU the lengths that the weight's lists need, without waiting.
+        """Start to copy to the CPU the needed lengths of some coded tensors, without waiting.
 
-        A list is a coded tensor whose needed length depends on the weight's new value.
+        These tensors are the weight's lists. Their needed lengths depend on the weight's new value.
+        A spill buffer is CPU memory for a value whose codes do not fit. If there is one, GPU
+        kernels write the lengths to it, and this method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:
@@ -184,8 +192,8 @@ class Outcome:
     def fits(self) -> bool:
         """Wait for the GPU, and return whether the codes of the weight's new value fitted.
 
-        The codes fit if each list is long enough for them. A list is a coded tensor whose needed
-        length depends on the value.
+        A list is a coded tensor whose needed length depends on the value. The codes fit if each of
+        the weight's lists is long enough.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -306,8 +314,8 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
 
 
 def _code_win4(patterns: Tensor, parts: Sequence[Tensor], by: Step | None = None) -> Tensor:
-    """Write the codes, signs and mantissas of a weight. If `by`, an optimizer step, is given, first
-    update the weight.
+    """Write the exponent codes, signs and mantissas of a weight. If `by`, an optimizer step, is
+    given, first update the weight.
 
     A patch is a nonzero element of the weight whose exponent has no code. Return how many patches
     each chunk (8192 weights) has, and which groups of 256 weights have patches. The function
@@ -383,7 +391,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write a weight's codes, signs and mantissas to `parts`, for the codec `tier`.
+    """Write a weight's exponent codes, signs and mantissas to `parts`, for the codec `tier`.
 
     The codec `tier`, a compressed format, codes exponents in 2, 4 or 8 bits. The codes are split
     into three tensors of `parts`. The tensor `first` has the first 2 bits of each code. The tensors
@@ -494,8 +502,9 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     `encode_soon` has encoded the updated weight into them. Pass this function's result to
     `encode_soon` as its argument `counts`. For the codec (compressed format) `win4`, the result
     counts the patches (uncoded elements) of the updated weight. For other codecs, the result is
-    None. The codec must be lossless, and `steps` must have returned True for the gradient. If
-    memory runs out, this function raises an error and has changed no coded tensor.
+    None. The codec must be lossless. The function `steps`, which checks the gradient's dtype, size
+    and memory layout, must have returned True. If memory runs out, this function raises an error
+    and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)
@@ -666,7 +675,8 @@ def _row_tile(rows: int, processors: int, form: Format) -> shapes.RowTile:
 def _one_row(several: Sequence[_Product], tiles: Sequence[shapes.RowTile]) -> list[Tensor]:
     """Multiply one token by one, two or three compressed weight matrices in one launch.
 
-    The token is the only row of `x`, which is the same for all of `several`.
+    `several` contains one product for each weight. All of these products have the same input `x`,
+    whose only row is the token.
     """
     x, count, form = several[0].x, len(several), several[0].form
     outs = [x.new_empty((1, each.shape[0])) for each in several]
@@ -742,7 +752,8 @@ _TOKEN_KERNELS = ("_coded_weight_token_win4_kernel", "_coded_weight_token_win4_s
 def _few(several: Sequence[_Product], setting: shapes.MatrixTile) -> list[Tensor]:
     """Multiply a few tokens by one, two or three compressed weight matrices in one launch.
 
-    The tokens are the rows of `x`, which is the same for all of `several`.
+    `several` contains one product for each weight. All of these products have the same input `x`,
+    whose rows are the tokens.
     """
     x, count, form = several[0].x, len(several), several[0].form
     tokens, groups = x.shape[0], x.shape[1] // GROUP

@@ -156,11 +156,12 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return n, where the codec `win4` counts exponents in every n-th run of a weight.
+    """Return n, where the codec `win4` counts exponents in every n-th run of 16,384 elements.
 
-    A run is 16,384 consecutive elements. The codec `win4`, a compressed format, has codes for 15
-    neighbouring exponents. To choose these exponents, the codec counts how often each exponent
-    occurs. `count` is the weight's number of elements. With n = 1, the codec reads all elements.
+    The codec `win4`, a compressed format for weights, has codes for 15 neighbouring exponents. To
+    choose these exponents, the codec counts how often each exponent occurs in the weight. A run is
+    a block of consecutive elements. `count` is the weight's number of elements. With n = 1, the
+    codec reads all elements.
     """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon.
 
-A kernel decodes the codes to tensor-core operands in registers. A tensor core takes pairs of
-neighbours along K (the columns of the weight) as 32-bit words. Decoded weights already form such
-words, called pair words. Each thread loads only the codes of the weights that it passes to the
-tensor core. A load reads four 32-bit words, each with the codes of eight weights. So threads need
-not exchange data. The terms of a sum along K may have any order, as long as the weights and x have
-the same order.
+The codec win4 stores the exponent of a weight as a 4-bit code. A kernel decodes the codes to
+tensor-core operands in registers. A tensor core takes pairs of neighbours along K (the columns of
+the weight) as 32-bit words. Decoded weights already form such words, called pair words. Each thread
+loads only the codes of the weights that it passes to the tensor core. A load reads four 32-bit
+words, each with the codes of eight weights. So threads need not exchange data. The terms of a sum
+along K may have any order, as long as the weights and x have the same order.
 
 In variable names, a row is a row of the weight matrix (one output), and a token is a row of x. A
 word is a 32-bit word with the codes of eight elements.
@@ -44,8 +44,10 @@ def _odd_bytes(word):
 
 @gluon.jit
 def _scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers in each pair word by the two bf16 numbers of another pair word,
-    and round, as `pair_kernels.scaled_pair` does.
+    """Multiply both bf16 numbers in each word of `pair` by those in the same word of `scale`.
+
+    A word has 32 bits, and contains two bf16 numbers. The products are rounded to nearest, ties to
+    even, as in `pair_kernels.scaled_pair`.
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
@@ -89,7 +91,7 @@ def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
 
 @gluon.jit
 def _pair(codes, fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return pair number PAIR of the weights in a word of codes, as one 32-bit word.
+    """Return pair number PAIR of the eight weights in a word of codes, as one 32-bit word.
 
     A weight's code is its exponent minus the number `base`, the exponent just below those that have
     codes. The returned numbers have the codes as exponents. The caller multiplies them by 2^base,
@@ -211,7 +213,7 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x with patches (uncoded elements) of the weight to `acc`.
+    """Add the products of x (the tokens) with patches (uncoded elements) of the weight to `acc`.
 
     The patches are those in the program's rows of the weight. `found` contains the position of
     these rows and the range of their patches. The warps of a program share the work.
@@ -270,7 +272,7 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x by which patches (uncoded elements) are multiplied."""
+    """Load the numbers of x (the tokens) by which patches (uncoded elements) are multiplied."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
@@ -279,8 +281,8 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add to `acc` the products of patches (uncoded elements) with the columns of x that belong
-    to these patches.
+    """Add to `acc` the products of patches (uncoded elements) with the columns of x (the tokens)
+    that belong to these patches.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -303,13 +305,15 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x with patches (uncoded elements) to `acc` as `patched` does.
+    """Add the products of x (the tokens) with patches (uncoded elements) to `acc`, like `patched`.
 
-    This function leaves out the first ROUNDS rounds of the loop in `patched`, and multiplies fewer
-    patches at a time. A chunk is 8192 consecutive elements of the weight. In each round, the
-    function loads, for each chunk, the index in the lists at which the chunk's patches end. An
-    earlier version had a single function in place of `patched` and `_later_patches`, and used more
-    registers. That version made products of 16 tokens with weights of 0 mantissa bits slower
+    In each round of the loop, each warp multiplies PATCHES patches. In the tiles that
+    `shapes.matrix_tile` chooses, PATCHES is 16 for this function, and 32 for `patched`. This
+    function skips the first ROUNDS rounds, because the caller has already added their products. A
+    chunk is 8192 consecutive elements of the weight. In each round, the function loads, for each
+    chunk, the index in the lists of patches at which the chunk's patches end. An earlier version
+    had a single function in place of `patched` and `_later_patches`, and used more registers. That
+    version made products of 16 tokens with weights of 0 mantissa bits slower
     (docs/history/compressed-weights.md).
     """
     starts_ptr, places_ptr, values_ptr = lists
@@ -328,8 +332,11 @@ def _later_patches(
 
 @gluon.jit
 def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of 256 weights: their codes, their sign and mantissa fields, and their
-    normalisers (scales)."""
+    """Load one group of 256 weights for each warp and row: exponent codes, fields, normalisers.
+
+    The fields contain the weights' sign and mantissa bits. A normaliser is the scale of C.BLOCK
+    weights, so a group may have several normalisers. Lossless weights have none.
+    """
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
     if IS_EVEN:
@@ -368,7 +375,8 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Multiply half of a group of 256 weights by their columns of x, and add the products to `acc`.
+    """Multiply half of a group of 256 weights by their columns of x (the tokens), and add the
+    products to `acc`.
 
     Each thread has four pairs of weights of the group. Two of these pairs are multiplied: the first
     by `x_0`, the second by `x_1`.
@@ -526,9 +534,10 @@ def _half_operand(
 ):
     """Decode 64 of the 128 columns of half a group of weights to bf16, for each row of a tile.
 
-    A group is 256 neighbouring weights of a row. Half a group has 32 of each 64 columns. With STEP
-    0, the function decodes the first 64 columns of the half, with STEP 1 the others. The columns
-    are in the order in which `_coded_weight_win4_order_kernel` writes the columns of x.
+    A group is 256 neighbouring weights of a row. Of each 64 neighbouring columns, the first half of
+    the group has the first 32, the second half the others. With STEP 0, the function decodes the
+    first 64 columns of the half, with STEP 1 the others. The columns are in the order in which
+    `_coded_weight_win4_order_kernel` writes the columns of x.
     """
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
@@ -601,7 +610,7 @@ def _expect(bars, slot, size: gl.constexpr, wanted):
 
 @gluon.jit
 def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.constexpr):
-    """Start copying codes, signs and mantissas of a tile's weights to shared memory.
+    """Start copying exponent codes, signs and mantissas of a tile's weights to shared memory.
 
     For each row of the tile, the function copies those of 128 weights: half a group. A group is 256
     neighbouring weights of a row, and `half` is the index of the half.
@@ -621,7 +630,7 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.conste
 
 @gluon.jit
 def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
-    """Start copying one pipeline step's columns of x to shared memory."""
+    """Start copying the columns of x (the tokens) for one pipeline step to shared memory."""
     bar, slot = bars.index(place), slots.index(place)
     load_tile(x_desc, [token, step * 64], bar, slot, pred=wanted)
 
@@ -683,8 +692,8 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying to shared memory the columns of x by which 64 patches (uncoded elements)
-    are multiplied.
+    """Start copying to shared memory the columns of x (the tokens) by which 64 patches (uncoded
+    elements) are multiplied.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]

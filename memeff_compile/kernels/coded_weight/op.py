@@ -196,7 +196,10 @@ def _decode_in_inductor(
 
 
 def _apart(parts: Sequence[Tensor], form: Format, size: Sequence[int]) -> Sequence[Tensor]:
-    """Return the coded tensors of a weight separately, even if they are in one allocation."""
+    """Return the tensors that encode a weight, such as its codes and signs, as separate tensors.
+
+    `parts` contains these tensors, or one tensor: the allocation that contains them all.
+    """
     is_apart = len(parts) == len(form.parts)
     return parts if is_apart else pieces.parts_of(parts[0], math.prod(size))
 
@@ -209,8 +212,11 @@ def _fake_decode(
 
 
 def _require_fit(given: Product) -> Format:
-    """Return a weight's codec (compressed format). If the op cannot multiply the given operands,
-    raise an error."""
+    """Return the format of a linear layer's compressed weight.
+
+    Raise an error if x or the bias has another dtype than the weight. Also raise an error if x and
+    the weight are on different devices, or if one of them has an unsupported number of dimensions.
+    """
     x, parts, bias, codec, size, _ = given
     form = _form(codec, parts)
     for name, tensor in (("x", x), ("bias", bias)):
@@ -289,7 +295,10 @@ def trained_product(given: Product, folds: bool) -> Tensor:
 def trained_product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
-    """Return the gradient of `trained_product` with respect to x."""
+    """Return the gradient of the input x of `trained_product`, a linear layer.
+
+    `grad` is the gradient of the layer's output. The compressed weight is decoded again.
+    """
     with without_autocast(grad.device.type):
         return _linear_backward(grad, coded_weight_decode(parts, codec, size, grad))
 
@@ -304,7 +313,10 @@ class _Products(NamedTuple):
     sizes: Sequence[int]
 
     def apart(self) -> list[Product]:
-        """Return the separate arguments of `coded_weight_product` for each weight."""
+        """Return the arguments of one call of `coded_weight_product` for each of the weights.
+
+        `coded_weight_product` multiplies by a single weight, `coded_weight_products` by several.
+        """
         x, parts, biases, codec, sizes = self
         each = len(parse(codec).parts)
         count = len(biases)
@@ -341,7 +353,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool 
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return `F.linear` of x with each of several dense weights and its bias, like `_linear`."""
+    """Return `F.linear` of x with each of several dense weights and its bias."""
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 

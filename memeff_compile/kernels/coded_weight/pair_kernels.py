@@ -148,11 +148,11 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_pair(pair, scale):
-    """Multiply the two bf16 numbers of a pair word by the two bf16 numbers of another pair word.
-    The products are rounded to nearest, ties to even.
+    """Multiply both bf16 numbers in each word of `pair` by those in the same word of `scale`.
 
-    A pair word is a 32-bit word that contains two bf16 numbers. The function uses one multiply-add
-    instruction, which adds -0.0. Adding 0.0 would turn a product of -0.0 into 0.0.
+    A word has 32 bits, and contains two bf16 numbers. The products are rounded to nearest, ties to
+    even. The function uses one multiply-add instruction, which adds -0.0. Adding 0.0 would turn a
+    product of -0.0 into 0.0.
     """
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -195,13 +195,13 @@ def spread_fields(word, FIELD: tl.constexpr):
 
 @triton.jit
 def narrow_pair(fields, codes, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return pair number PAIR of the weights in a word of codes, as one 32-bit word.
+    """Return pair number PAIR of the eight weights in a word of codes, as one 32-bit word.
 
     `fields` contains the weights' sign and mantissa bits, 1, 2 or 4 for each weight. A weight's
     code is its exponent minus `base`, the exponent just below those that have codes. The codes are
     not decoded: the returned numbers have the codes as exponents. The caller multiplies the numbers
     by 2^base and by a normaliser, the scale of a block of weights. The first weight of the pair is
-    in the lower half of the word.
+    in the lower half of the returned word.
     """
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
@@ -335,11 +335,11 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write `needed`, the length that one of a weight's lists needs, as two 16-bit words.
+    """Write the number `needed` to the header of a spill buffer, as two 16-bit words.
 
-    A list is a coded tensor whose needed length depends on the weight's values. The two words are
-    entry number `place` in the header of a spill buffer. A spill buffer is memory for weights whose
-    new codes do not fit into their coded tensors.
+    `needed` is the length that one of a weight's lists needs. A list is a coded tensor whose needed
+    length depends on the weight's values. The words are entry number `place` in the header. A spill
+    buffer is memory for weights whose new codes do not fit into their coded tensors.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -357,12 +357,12 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths that a weight's COUNT lists need.
+    """Write to a spill buffer how long a weight's COUNT coded tensors of variable length must be.
 
-    A list is a coded tensor whose needed length depends on the weight's values. These lengths go to
-    the header of a spill buffer. A spill buffer is memory for weights whose new codes do not fit
-    into their coded tensors. If one of the lists is too short, also write the weight's value to the
-    spill buffer.
+    These tensors are the weight's lists. Their needed lengths depend on the weight's values. The
+    lengths go to the header of the spill buffer. A spill buffer is memory for weights whose new
+    codes do not fit into their coded tensors. If one of the lists is too short, also write the
+    weight's value to the spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

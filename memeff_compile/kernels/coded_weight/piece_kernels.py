@@ -74,7 +74,7 @@ def _coded_weight_piece_decode_kernel(
 ):
     """Decode a weight whose coded tensors lie in one allocation.
 
-    Each program decodes WORDS words of codes. A word has 32 bits, the codes of eight elements.
+    Each program decodes WORDS words. A word has 32 bits, the exponent codes of eight elements.
     """
     parts = _parts(piece_ptr, C.CHUNKS, C.ROOM)
     decode_some(tl.program_id(0), parts, weight_ptr, C.WORDS, C.PATCHES)

@@ -177,7 +177,13 @@ class Outcomes:
     """
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
-        """Record a CUDA event on the current stream, so that `misfits` can wait for the GPU."""
+        """Record a CUDA event on the current stream, so that `misfits` can wait for the GPU.
+
+        Later, `misfits` reads from the spill buffer `refuge` how many patches (uncoded elements)
+        each weight has. A spill buffer is memory for weights whose new codes do not fit. `rooms`
+        contains how many patches fit into each weight's allocation. `counts` contains each weight's
+        number of elements.
+        """
         self._refuge, self._rooms, self._counts = refuge, rooms, counts
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
         if self._event is not None:

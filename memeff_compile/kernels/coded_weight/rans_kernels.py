@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GPU kernels of the codec rans: one warp decodes a chunk of weights from 32 interleaved streams.
+"""GPU kernels of the codec rans, an entropy coder for the exponents of weights. One warp decodes a
+chunk of 16,384 weights from 32 interleaved streams.
 
 Each thread decodes one symbol (an exponent) per step. The words that a warp reads in one step are
 contiguous. So a prefix sum over the warp gives the position of each thread's next word.

@@ -220,7 +220,7 @@ def tier_order(flat: Tensor) -> Tensor:
 
 
 def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Pack the codes of one stream into 32-bit words, chunk by chunk (8192 weights each).
+    """Pack exponent codes of a weight into 32-bit words, chunk by chunk (8192 weights each).
 
     The codec `tier` stores the exponents of a weight as codes in three streams. `codes` are those
     of the second or the third stream, with `bits` bits each: 2 or 4. `is_in` says which weights
@@ -321,7 +321,8 @@ def rans_order(flat: Tensor) -> Tensor:
     """Reshape flat values, one for each weight, to (chunks, steps, 32 threads).
 
     A chunk has 16,384 weights. In one step, each thread of a warp encodes or decodes one exponent.
-    Of each 256 values, a thread has eight, in eight consecutive steps.
+    Of each 256 values, a thread has eight, in eight consecutive steps. The eight values are four
+    pairs of neighbours, and these pairs are 64 values apart.
     """
     lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
     return lanes.reshape(-1, RANS_STEPS, LANES)
@@ -444,8 +445,9 @@ def with_signs(
     `whole` contains the bit patterns (16 bits each) of the weight to encode. For a lossy format,
     `patterns` contains the patterns after `normalise`: scaled block by block, and rounded to fewer
     mantissa bits. Otherwise `patterns` is `whole`. If the format has a list of patches (uncoded
-    elements), this function also fills in their values. A patch's value is its 16 bits in `whole`.
-    In the returned tensor of sign and mantissa fields, the field of each patch is zero.
+    elements), this function also writes their values in place, to the tensor `patch_values` of
+    `parts`. A patch's value is its 16 bits in `whole`. In the returned tensor of sign and mantissa
+    fields, the field of each patch is zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

@@ -82,8 +82,8 @@ def _weights(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
-    """Add two products to `acc`: each is a bf16 weight times a bf16 number of x. The two weights
-    are in one 32-bit word, and the two numbers of x in another."""
+    """Add two products to `acc`: each is a bf16 weight times a bf16 number of x (the token). The
+    two weights are in one 32-bit word, and the two numbers of x in another."""
     if PACKED:
         acc += low_float(pair) * low_float(x)
         return acc + high_float(pair) * high_float(x)
@@ -93,8 +93,8 @@ def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
 
 @triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
-    """Decode the eight weights of each 32-bit word of `codes`, and add their products with x to
-    `acc`.
+    """Decode the eight weights of each 32-bit word of `codes`, and add their products with x (the
+    token) to `acc`.
 
     A weight's code is its exponent minus the number `base`. The code itself becomes the exponent of
     a number, which is then multiplied by 2^base. With PACKED, `scale` is a 32-bit word that
@@ -116,10 +116,10 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Multiply some patches by the numbers of x in the same columns.
+    """Add the products of x (the token) with some patches to `total`, the sums of the rows.
 
-    Add the products to the sums of the patches' rows. A patch is an element of the weight that is
-    stored without a code.
+    A patch is an element of the weight that is stored without a code. Each patch is multiplied by
+    the number of x in the same column. The product is added to the sum of the patch's row.
     """
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded
@@ -148,8 +148,8 @@ def _finish_rows(
     TILE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Add the bias, and the products of x with the patches (uncoded elements), to the outputs of
-    some rows. Store these outputs."""
+    """Add the bias, and the products of x (the token) with the patches (uncoded elements), to the
+    outputs of some rows. Store these outputs."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found
@@ -214,10 +214,10 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the codes, and the sign and mantissa fields, of some groups of 256 weights of each row.
+    """Load the exponent codes and the fields of some groups of 256 weights of each row.
 
-    The tensor of codes and the tensor of fields have the shape (ROWS, GROUPS, 32). Also load the
-    groups' normalisers (scales).
+    A field contains a weight's sign and mantissa bits. The tensor of codes and the tensor of fields
+    have the shape (ROWS, GROUPS, 32). Also load the groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last
@@ -256,8 +256,8 @@ def _load_norms(norms_ptr, group, is_in, PAIR: tl.constexpr, BLOCK: tl.constexpr
 def _narrow_product(
     fields, codes, norms, power, lane, x_ptr, at, is_in, acc, C: tl.constexpr, PAIR: tl.constexpr
 ):
-    """Decode one pair of weights of each word of `codes`, multiply the pair by x, and add the
-    products to `acc`.
+    """Decode one pair of weights of each word of `codes`, multiply the pair by x (the token), and
+    add the products to `acc`.
 
     A 32-bit word contains the codes of eight weights, which form four pairs. PAIR is the number of
     the pair.

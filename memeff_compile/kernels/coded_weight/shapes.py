@@ -113,9 +113,10 @@ def row_tile(rows: int, processors: int) -> RowTile:
     """Return the tile of the kernel that multiplies one token by a losslessly compressed weight.
 
     The weight has `rows` rows, and each program of the kernel computes one tile of outputs. The
-    function returns the first tile with which the GPU's `processors` multiprocessors have enough
-    warps. `WARPS_PER_PROCESSOR` warps for each multiprocessor are enough. If no tile gives that
-    many, the function returns the last tile.
+    function tries the tiles of `ROW_TILES` in order, those with more rows first. The function
+    returns the first tile with which the GPU's `processors` multiprocessors have enough warps.
+    `WARPS_PER_PROCESSOR` warps for each multiprocessor are enough. If no tile gives that many, the
+    function returns the last tile.
     """
     return _first_busy(ROW_TILES, rows, processors)
 
@@ -128,7 +129,10 @@ def narrow_row_tile(rows: int, processors: int) -> RowTile:
     """Return the tile of the kernel that multiplies one token by a lossily compressed weight, which
     keeps at most 3 mantissa bits.
 
-    Each program of the kernel computes one tile of outputs. The tile is chosen as in `row_tile`.
+    Each program of the kernel computes one tile of outputs. The function tries the tiles of
+    `NARROW_ROW_TILES` in order. The function returns the first tile with which the GPU's
+    `processors` multiprocessors have enough warps. `WARPS_PER_PROCESSOR` warps for each
+    multiprocessor are enough. If no tile gives that many, the function returns the last tile.
     """
     return _first_busy(NARROW_ROW_TILES, rows, processors)
 
@@ -269,8 +273,9 @@ converts all of x. With more columns this takes longer than it saves."""
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
     """Return whether a single token is multiplied by a lossy weight in fp16.
 
-    Fp16 requires that each normaliser (scale) covers at least one whole group of 256 weights. It
-    also requires that x has at most `MOST_HALVES` columns.
+    Fp16 requires that each normaliser (scale) covers at least one whole group of 256 weights. The
+    token has `columns` features, which must be at most the limit in `MOST_HALVES`. This limit
+    depends on `mantissa`, the number of mantissa bits that the weight keeps.
     """
     return block >= GROUP and columns <= MOST_HALVES[mantissa]
 

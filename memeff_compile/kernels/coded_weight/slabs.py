@@ -111,8 +111,8 @@ def _size(weight: CodedWeight, lengths: Mapping[Tensor, int], whole: bool) -> in
     """Return the bytes that a compressed weight takes in a shared allocation.
 
     Count all tensors that encode the weight if they already lie in one allocation. Also count all
-    if they are to lie next to each other (`whole`) and the codec allows it. Otherwise count only
-    the lists (tensors of irregular length).
+    if they are to lie next to each other (`whole`) and the weight's codec (compressed format)
+    allows it. Otherwise count only the lists (tensors of irregular length).
     """
     if _is_whole(weight, whole):
         return 4 * _words(weight, lengths)

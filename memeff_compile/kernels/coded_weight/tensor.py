@@ -69,9 +69,10 @@ class Unsettled:
         """Record whether the weight's new codes fitted into the memory of its old codes.
 
         `outcome` is an `Outcome` if the GPU has yet to report whether the codes fitted, and a bool
-        otherwise. `refuge` is the spill buffer. If the codes do not fit, the GPU copies the
-        weight's new value to `refuge`. If `outcome` is an `Outcome` and `refuge` is given, this
-        object no longer keeps the dense value, only `refuge`. The dense value can then be freed.
+        otherwise. `refuge` is the spill buffer: memory for a value whose codes do not fit. If the
+        codes do not fit, the GPU copies the weight's new value to `refuge`. If `outcome` is an
+        `Outcome` and `refuge` is given, this object no longer keeps the dense value, only `refuge`.
+        The dense value can then be freed.
 
         If this method raises an error, the object still keeps the dense value.
         """
@@ -144,19 +145,21 @@ class UnsettledTogether:
         self._lock = threading.RLock()
 
     def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
-        """Return whether `add` may add a weight with the given gradient and optimizer step.
+        """Return whether `add` may add another weight, with this gradient and step, to this object.
 
-        `encode` updates at most `pieces.MOST_TOGETHER` weights together. All of them must have the
-        same optimizer step. The same CUDA stream must be current when their gradients are added.
+        The method `encode` updates at most `pieces.MOST_TOGETHER` weights together. All of them
+        must have the same optimizer step. The same CUDA stream must be current when their gradients
+        are added.
         """
         has_room = len(self.counts) < pieces.MOST_TOGETHER
         return has_room and self._by == by and self._stream == stream_of(gradient)
 
     def add(self, weight: CodedWeight, gradient: Tensor) -> None:
-        """Add a compressed weight and its gradient to the weights that `encode` updates together.
+        """Add a compressed weight and its gradient to the weights that are updated together.
 
-        The gradient's memory must be padded to a multiple of 16,384 elements (`layout.padded`).
-        After this call, no other code may use the gradient.
+        The method `encode` later applies the optimizer step to these weights, and encodes the new
+        values. The gradient's memory must be padded to a multiple of 16,384 elements
+        (`layout.padded`). After this call, no other code may use the gradient.
         """
         self.weights.append(weight)
         self.counts.append(gradient.numel())
@@ -305,7 +308,8 @@ class CodedWeight(Tensor):
     def parts(self) -> list[Tensor]:
         """Return the tensors that encode the weight, such as its codes, signs and mantissas.
 
-        `parse(codec).parts` has the names of these tensors, in the same order.
+        For `codec`, the name of the weight's compressed format, `parse(codec).parts` has the names
+        of these tensors, in the same order.
         """
         self.settle()
         names, held = parse(self.codec).parts, vars(self)
@@ -405,7 +409,7 @@ class CodedWeight(Tensor):
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
         """Return the compressed weight that the tensors `parts` encode, with the same shape and
-        codec as this weight."""
+        codec (compressed format) as this weight."""
         return CodedWeight(parts, self.codec, self.shape, room=self.room)
 
     @torch.no_grad()
@@ -472,10 +476,10 @@ class CodedWeight(Tensor):
         """Compute an optimizer step, and write the weight's new value over the gradient, as
         `codecs.step` does.
 
-        `steps` must have returned True for the gradient. The weight is invalid until `store_soon`
-        has stored the new value. With the codec `win4`, this function counts the new value's
-        patches (uncoded elements), and returns the counts. With other codecs, this function returns
-        None. Pass the result to `store_soon` as `counts`.
+        The method `steps`, which checks the gradient, must have returned True. The weight is
+        invalid until `store_soon` has stored the new value. With the codec `win4`, this function
+        counts the new value's patches (uncoded elements), and returns the counts. With other
+        codecs, this function returns None. Pass the result to `store_soon` as `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -490,8 +494,8 @@ class CodedWeight(Tensor):
     def show(self, name: str, part: Tensor) -> None:
         """Replace one of the tensors that encode the weight, the one called `name`, by `part`.
 
-        The tensor `part` is in other memory. `part` contains the same values, or the values of a
-        new encoding.
+        The tensor `part` is in other memory than the replaced tensor. `part` contains the same
+        values, or the values of a new encoding.
         """
         for owner in self._owners():
             setattr(owner, name, part)
@@ -572,7 +576,10 @@ class CodedWeight(Tensor):
         return {name: each for name, each in vars(self).items() if name not in OWN_ATTRIBUTES}
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        """Return shape, codec and size as text, without decoding values."""
+        """Return the weight's shape, codec (compressed format), device and `requires_grad` as text.
+
+        The text contains no values, so the weight is not decoded.
+        """
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
             f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "

@@ -137,7 +137,8 @@ def _coded_weight_tier_decode_kernel(
     C: tl.constexpr,
     # STEP: out holds gradients, and gets the weights moved along them
 ):
-    """Decode one chunk (8192 weights) of a weight of the codec `tier`."""
+    """Decode one chunk (8192 weights) of a weight of the codec `tier`, which codes exponents in 2,
+    4 or 8 bits."""
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
@@ -192,8 +193,8 @@ def _coded_weight_tier_decode_kernel(
 
 @triton.jit
 def _codes(pattern, windows):
-    """Return the three codes of a weight, one for each window (range of exponents that have codes).
-    Also return the byte that contains the weight's sign and mantissa.
+    """Return three codes of a weight's exponent, one for each window (range of exponents that have
+    codes). Also return the byte that contains the weight's sign and mantissa.
 
     `pattern` contains the weight's 16 bits.
     """
@@ -243,10 +244,11 @@ def _coded_weight_tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: t
 
 @triton.jit
 def _put(pattern, FIELD: tl.constexpr, made, windows):
-    """Append the codes of a weight, whose 16 bits are `pattern`, to `made`: the codes of earlier
-    weights.
+    """Append the codes of a weight's exponent to `made`, the codes of earlier weights.
 
-    Return all codes, and the byte of the weight's sign and mantissa.
+    The codec `tier` gives each weight one, two or three codes, each in a different stream.
+    `pattern` contains the weight's 16 bits. Return all codes, and the byte of the weight's sign and
+    mantissa.
     """
     first, second, third, count_2, count_3 = made
     code, code_2, code_3, byte = _codes(pattern, windows)

@@ -12,8 +12,9 @@ multiplies the group's sum of products by the normaliser, instead of each weight
 
 The kernel divides x by a power of two and then converts x to fp16. After the division, the largest
 number in x is just below 2^15. Numbers in x that are smaller than 2^-29 times the largest number
-lose bits. The error of such numbers is at most 2^-39 times the largest number. The tensor core
-multiplies 16 rows by 8 columns; all 8 columns are the same token.
+lose bits. The error of such numbers is at most 2^-39 times the largest number. One tensor-core
+instruction multiplies 16 rows of the weight by 8 columns of a second operand. In these kernels, all
+8 columns contain the same token.
 
 The columns of the weight are the dimension K of the sum. The kernel may permute them, if it
 permutes x in the same way. Word w of a group of 256 columns contains the eight columns
@@ -72,8 +73,8 @@ def _high_byte(high, FIRST: gl.constexpr):
 
 @gluon.jit
 def _load(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of 256 weights of each of some rows: codes, sign and mantissa fields, and
-    normalisers (scales)."""
+    """Load one group of 256 weights for each warp and row: exponent codes, sign and mantissa
+    fields, and normalisers (scales)."""
     codes_at, fields_at, norms_at, its_group = at
     if IS_EVEN:
         codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
@@ -147,8 +148,8 @@ def _power(exponent):
 
 @gluon.jit
 def _exponent_of(x_ptr, C: gl.constexpr):
-    """Return the exponent of the power of two by which x is multiplied, so that its largest number
-    is below 2^15."""
+    """Return the exponent of the power of two by which x (the token) is multiplied, so that the
+    largest number in x is below 2^15."""
     size: gl.constexpr = 256 * C.WARPS
     flat: gl.constexpr = gl.BlockedLayout([8], [32], [C.WARPS], [0])
     column = gl.arange(0, size, layout=flat)
@@ -163,7 +164,10 @@ def _exponent_of(x_ptr, C: gl.constexpr):
 
 @gluon.jit
 def _store_x(xs, x_ptr, scale, C: gl.constexpr):
-    """Write x to shared memory in fp16, in the order of each warp's operands."""
+    """Write x (the token), multiplied by `scale`, to the shared memory `xs` in fp16.
+
+    The numbers are in the order in which each warp's matrix products read them.
+    """
     share: gl.constexpr = (C.GROUPS + C.WARPS - 1) // C.WARPS
     tile: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [C.WARPS, 1], [1, 0])
     warp = gl.arange(0, C.WARPS, layout=gl.SliceLayout(1, tile))[:, None]
@@ -254,10 +258,11 @@ def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constex
 
 @gluon.jit
 def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
-    """Multiply one token (row of x) by one weight matrix compressed with a lossy mode of win4.
+    """Multiply one token (row of x) by one lossily compressed weight matrix.
 
-    The codec win4 stores the exponent of a weight as a 4-bit code. `groups` is the number of groups
-    of 256 weights in a row. `C` contains compile-time constants.
+    The codec win4 stores the exponent of a weight as a 4-bit code. The matrix is compressed with a
+    lossy mode of win4, which stores at most 3 of a weight's 7 mantissa bits. `groups` is the number
+    of groups of 256 weights in a row. `C` contains compile-time constants.
     """
     token_tile(gl.program_id(0), x_ptr, weight, groups, C.TILE, C)
 

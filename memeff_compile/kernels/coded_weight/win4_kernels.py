@@ -38,7 +38,7 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _exponents(codes, base, PAIR: tl.constexpr):
-    """Return the exponents of pair number PAIR of the weights in a word of codes.
+    """Return the exponents of pair number PAIR of the eight weights in a word of codes.
 
     The exponents are at their bit positions in two bf16 numbers. Code 0 gives exponent 0. The
     caller passes `base`, the number that is added to nonzero codes, already shifted by 7 bits.
@@ -77,7 +77,8 @@ def _store_pairs(at, pair_0, pair_1, pair_2, pair_3):
 
 @triton.jit
 def decode_some(program, parts, out_ptr, WORDS: tl.constexpr, PATCHES: tl.constexpr):
-    """Decode losslessly compressed weights, eight per 32-bit word of codes, and store them."""
+    """Decode losslessly compressed weights, eight per 32-bit word of exponent codes, and store
+    them."""
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first = program.to(tl.int64) * WORDS
     word = tl.arange(0, WORDS)
@@ -110,7 +111,7 @@ def _coded_weight_win4_decode_kernel(
     # BLOCK: weights per normaliser, or 0
     # PACKED: two lossy weights are scaled by one instruction, of assembly
 ):
-    """Decode weights, eight per word of codes, and write them to memory."""
+    """Decode weights, eight per 32-bit word of exponent codes, and write them to memory."""
     if C.FIELD == 8:
         parts = (header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr)
         decode_some(tl.program_id(0), parts, out_ptr, C.WORDS, C.PATCHES)
@@ -121,7 +122,7 @@ def _coded_weight_win4_decode_kernel(
 
 @triton.jit
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
-    """Decode lossily compressed weights, eight per 32-bit word of codes, and store them.
+    """Decode lossily compressed weights, eight per 32-bit word of exponent codes, and store them.
 
     `row_kernels` explains the power of two that scales the codes.
     """
@@ -405,7 +406,7 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of 256 columns of x twice: in the order that the kernel
+    """Write one group of 256 columns of x (the tokens) twice: in the order that the kernel
     `_coded_weight_matrix_win4_wide_kernel` reads, and transposed.
     """
     group = tl.program_id(0)

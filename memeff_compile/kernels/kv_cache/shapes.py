@@ -23,10 +23,11 @@ MAX_SPLITS = 64
 MAX_PROGRAMS = 3
 """The most programs per multiprocessor that are counted on: registers allow no more."""
 
-# The cost of a launch, in units of the time for one tile per program on a full GPU: the first loads
-# of a program, the kernel that adds the partial results, and the minimum that few programs need for
-# one tile each. These numbers were chosen so that the function picks the fastest sizes of
-# `benchmarks/ops/kv_decode.py --part sweep` on an H200.
+# The cost of a launch. The unit is the time for one tile of keys per program, when the GPU runs as
+# many programs at once as it can. The costs are: the first loads of a program, the kernel that adds
+# the partial results, and the minimum that few programs need for one tile each. These numbers were
+# chosen so that `splits_for` picks the fastest sizes of `benchmarks/ops/kv_decode.py --part sweep`
+# on an H200.
 _START = 0.5
 _COMBINE = 1.6
 _COMBINE_PER_SHARE = 0.05
@@ -109,10 +110,10 @@ def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
 
 
 def _cost(programs: int, tiles: int, splits: int, slots: int) -> float:
-    """Predict the time of a launch, in multiples of the time that the programs of a full GPU take
-    for one tile each.
+    """Predict the time of attention over a KV cache, including the sum of partial results.
 
-    The GPU runs `slots` programs at once. Further programs wait until other programs end.
+    The GPU runs `slots` programs at once. Further programs wait until other programs end. The unit
+    is the time in which `slots` programs process one tile of keys each.
     """
     waves, rest = divmod(programs, slots)
     time = waves + (max(rest / slots, _LEAST) if rest else 0.0)

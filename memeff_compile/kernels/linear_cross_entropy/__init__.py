@@ -24,10 +24,15 @@ The gradients of low and up are then computed from unrounded fp32 gradients of t
 of this op, ordinary PyTorch ops on N numbers (one per row) shift the labels, apply the targets'
 class weights, and compute the losses' mean or sum.
 
-The module `op` calls the module `walk`, which chooses the implementation (`reference`, `library` or
-`hopper`) and runs it block by block. The module `_head_loss.call` defines the arguments of a call,
-and `shapes` defines all block sizes. The folder `_gradient_filter` contains the loops that skip
-classes with small gradients.
+The module `op` calls the module `walk`, which chooses the implementation. `walk` runs the
+implementation in blocks of rows or of classes. There are three implementations:
+
+- `reference` uses plain PyTorch;
+- `library` uses PyTorch's matrix products and Triton kernels;
+- `hopper` computes the matrix products in Triton kernels too, on Hopper GPUs.
+
+The module `_head_loss.call` defines the arguments of a call, and `shapes` defines all block sizes.
+The folder `_gradient_filter` contains the loops that skip classes with small gradients.
 """
 
 from __future__ import annotations

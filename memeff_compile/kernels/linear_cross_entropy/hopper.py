@@ -588,8 +588,8 @@ class Total(ByRows, Statistics):
         """Exchange the statistics of a block's rows (tokens) with other ranks, and compute the
         rows' losses from the statistics of all ranks.
 
-        The statistics of a row are its log-sum-exp and its loss over the classes of one rank. If
-        another rank has the target's class, the rank sends the loss 0."""
+        The statistics of a row are its log-sum-exp and its loss over the classes of one rank. A
+        rank that does not have the class of a row's target sends the loss 0 for this row."""
         assert self.own is not None
         first, here, selection = block.first, block.stop - block.first, self.selection
         every = ranks.gather(self.own[: 2 * here].view(2, here))
