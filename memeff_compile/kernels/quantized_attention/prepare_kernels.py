@@ -640,8 +640,8 @@ def _quantized_attention_prepare_correct_kernel(
     """Write the products of the keys with the mean of each block of queries.
 
     The keys' mean is subtracted from the keys first. If STARTS is set, the int32 sums of the
-    attention kernel start from these products. The products are then divided by the scale of the
-    keys' block.
+    attention kernel start from these products. Only in this case, the products are divided by the
+    scale of the keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
