@@ -156,7 +156,7 @@ class Head:
         """Return negative log-likelihood, log-sum-exp, sum of the logits and entropy of every row
         (token).
 
-        In the sum, each logit is multiplied by the `column_weight` of its class."""
+        With a `column_weight`, each logit in the sum is multiplied by the weight of its class."""
         target = self.any_target if target is None else target
         given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)

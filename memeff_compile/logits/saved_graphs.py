@@ -37,8 +37,9 @@ class Around:
     def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `compiled`, a compiled graph, so that it returns the model's results.
 
-        The graph leaves out outputs that are None, and the wrapper returns them again. The wrapper
-        turns hidden states into deferred logits (logits that are computed when first read).
+        The graph leaves out outputs that are None, and the wrapper returns them again. If `plan` is
+        not empty, the wrapper also turns hidden states into deferred logits (logits that are
+        computed when first read).
         """
         if self.present is not None:
             compiled = with_missing_outputs(compiled, self.present)

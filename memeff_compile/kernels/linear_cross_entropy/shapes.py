@@ -328,7 +328,7 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
     """Predict the time of the backward pass by blocks of `width` classes.
 
-    The unit is the time in which a program adds one term to the sums of an output tile."""
+    The unit is the time in which a program adds one term to every sum of an output tile."""
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)

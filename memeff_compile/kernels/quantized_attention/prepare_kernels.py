@@ -452,8 +452,9 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
     """Write the codes of a block of values, and the weighted sum of the block's values, from which
     the kernel `total` computes rounding errors.
 
-    In the weighted sum, each value usually has the weight 1. If the queries have a large common
-    mean, a value's weight is the softmax weight of its key for that mean.
+    In the weighted sum, each value usually has the weight 1. The queries may have a large common
+    mean that is not subtracted from them. Then a value's weight is the softmax weight of its key
+    for that common mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests

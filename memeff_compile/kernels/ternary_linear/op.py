@@ -500,8 +500,8 @@ def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
     """Return no gradient for the inputs of the ops that quantise tokens and pack weights.
 
     The codes (quantised integers) that these ops return are constants for autograd. The op
-    `ternary_linear_product` takes codes, and returns gradients for the unquantised tokens and
-    weights.
+    `ternary_linear_product` multiplies codes. The backward pass of this op returns the gradients of
+    the unquantised tokens and weights.
     """
     return (None,) * len(ctx.needs_input_grad)
 

@@ -89,9 +89,9 @@ def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """For up to 4 tokens that a separate kernel quantised, return the product's tile sizes.
 
-    The result also contains the number of warps. On an H200, the returned sizes were the fastest.
-    `words` is the number of 32-bit words in a row of weights. `rows` is the number of rows of all
-    matrices of the launch.
+    The result also contains the number of warps. On an H200, the returned tile sizes and numbers of
+    warps were the fastest. `words` is the number of 32-bit words in a row of weights. `rows` is the
+    number of rows of all matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:

@@ -4,10 +4,10 @@
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
 2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
 (0, 1 or 2). An integer instruction multiplies these four weight codes by four activations of a
-token, which are int8 codes. Each of a word's four fields has four activations of its own, which are
-stored next to each other. The activations of one field, for all words of a row, form a plane. A
-stored weight code is larger by one than the weight (-1, 0 or 1). So the product is too large by the
-sum of the token's activations. The kernel subtracts this sum at the end.
+token, which are int8 codes. The four activations for field j of a word's four bytes are stored next
+to each other. The activations for field j of all words in a row form the plane j. A stored weight
+code is larger by one than the weight (-1, 0 or 1). So the product is too large by the sum of the
+token's activations. The kernel subtracts this sum at the end.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
