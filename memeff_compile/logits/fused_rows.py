@@ -60,7 +60,7 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
     """Convert the steps that compute logits into scale, softcap and other arguments of the fused
     loss op.
 
-    If the op has no such arguments, return a sentence that says why."""
+    If the op's arguments cannot express one of the steps, return a sentence with the reason."""
     names = [name for name, _ in recipe.steps]
     end = names.index("log_softmax") if "log_softmax" in names else len(names)
     factor = _product(recipe.steps[end + 1 :])
@@ -153,8 +153,10 @@ class Head:
         ignore_index: int | None = None,
         **wanted: bool,
     ) -> tuple[Tensor, ...]:
-        """Return negative log-likelihood, log-sum-exp, weighted sum of the logits and entropy of
-        every row."""
+        """Return negative log-likelihood, log-sum-exp, sum of the logits and entropy of every row
+        (token).
+
+        With a `column_weight`, each logit in the sum is multiplied by the weight of its class."""
         target = self.any_target if target is None else target
         given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
@@ -189,10 +191,11 @@ class Head:
         return *self._operands(), folded.scale
 
     def logits(self, recipe: LogitsRecipe) -> Tensor:
-        """Run the steps of `recipe` on these rows, and return the result.
+        """Compute logits from this object's hidden states, by the steps of `recipe`.
 
-        `recipe` contains all steps of the rows' own recipe, or only its first steps. With only the
-        first steps, the result is an intermediate value, such as the logits before the log-softmax.
+        `recipe` contains all steps of the object's own recipe, or only its first steps. With only
+        the first steps, the result is an intermediate value, such as the logits before the
+        log-softmax.
         """
         return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
 
@@ -264,10 +267,10 @@ class FusedRows:
     """The gradient of some rows of logits z, as a few numbers per row.
 
     Instead of logits, the rows may be log-probabilities or probabilities. The fields `nll`, `lse`,
-    `total` and `plogp` have one number per row, `outer` is one number, and `w` has one number per
-    class. For rows of logits, `nll`, `lse` and `total` are the incoming gradients of the row's
-    loss, log-sum-exp and sum of w * z. `plogp` is the incoming gradient of the row's sum of p * log
-    p.
+    `total` and `plogp` have one number per row. The number `outer` multiplies the whole gradient.
+    In the formulas, w is the field `column_weight`, with one weight per class. For rows of logits,
+    `nll`, `lse` and `total` are the incoming gradients of the row's loss, log-sum-exp and sum of
+    w * z. `plogp` is the incoming gradient of the row's sum of p * log p.
 
     With p = softmax(z) and its entropy H, the gradient in column j of a row is computed from these
     fields::

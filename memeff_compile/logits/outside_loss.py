@@ -318,10 +318,8 @@ def _spread(ctx: Any, grad: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The data of deferred logits that a backward pass needs in addition to saved tensors.
-
-    Deferred logits are computed when first read.
-    """
+    """The data of deferred logits (computed when first read) that a backward pass needs in addition
+    to saved tensors."""
 
     view: View | None
     memory: Memory | None  # may contain the values that the backward pass needs
@@ -357,9 +355,10 @@ class _Kept(NamedTuple):
         )
 
     def after_a_backward(self) -> _Kept:
-        """Return this object without `view` and `memory`, the references to the deferred logits.
+        """Return a copy of this object without `view` and `memory`, which refer to deferred logits.
 
-        If the present backward pass runs with `create_graph=True`, return this object unchanged.
+        Deferred logits are computed when first read. If the present backward pass runs with
+        `create_graph=True`, return this object unchanged.
         """
         return self if torch.is_grad_enabled() else self._replace(view=None, memory=None)
 
@@ -485,10 +484,12 @@ def _last(view: View, dim: Any) -> bool:
 
 
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, log-sum-exp and weighted sum of each row of `view`, from the fused loss op.
+    """Return loss, log-sum-exp and sum of each row (token) of `view`, from the fused loss op.
 
-    `view` contains logits or log-probabilities that are computed when first read. The op runs with
-    autograd. A result that `asked` does not request is None.
+    `view` contains logits or log-probabilities that are computed when first read. The sum is over
+    a row's values, each multiplied by the weight of its class if `asked` has a `column_weight`.
+    The op runs with autograd. A result that `asked` does not request is None. `spelling` is the
+    name under which the call is counted.
     """
     source = view.memory.source
     source.require_unchanged()

@@ -42,7 +42,10 @@ class Adapter:
     total: torch.dtype  # dtype of the sum of both products
 
     def product(self, hidden: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return the adapter's product, computed in the same way as the model does."""
+        """Return the LoRA adapter's product `scale * B(A(hidden))`, computed as the model does.
+
+        `a` and `b` are the adapter's matrices A and B.
+        """
         low = F.linear(hidden.to(self.down), a.to(self.down))
         product = F.linear(low.to(self.up), b.to(self.up))
         return product if self.scale == 1 else product * self.scale
@@ -192,9 +195,9 @@ class LogitsRecipe:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden`, `weight`, `bias` and each tensor in `vectors`.
 
-        `grad` is the gradient of the logits. `vectors` contains the tensors that the recipe's steps
-        use: biases, and the matrices A and B of LoRA adapters. A gradient that `needed` does not
-        request is None.
+        A recipe is the list of steps that compute logits from hidden states and weight. `grad` is
+        the gradient of the logits. `vectors` contains the tensors that the steps use: biases, and
+        the matrices A and B of LoRA adapters. A gradient that `needed` does not request is None.
         """
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
@@ -387,7 +390,8 @@ def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """The pointwise steps that turn the product s into logits z, as arguments of the fused loss op.
+    """The pointwise steps that turn the output projection's product s into logits z, as arguments
+    of the fused loss op.
 
     The formula is `z = softcap * tanh(scale * (s + bias) / softcap)`."""
 
@@ -400,9 +404,10 @@ class Modifiers:
 
 @dataclass(frozen=True)
 class Unfoldable:
-    """The reason why the steps that compute logits cannot become arguments of the fused loss op.
+    """The reason why the fused loss op's arguments cannot express the steps that compute logits.
 
-    `place` is the index of the unsupported step."""
+    The arguments `scale`, `softcap` and `bias` express a multiplication by a number, one tanh, and
+    a bias before the tanh. `place` is the index of the unsupported step."""
 
     code: str
     sentence: str
@@ -410,8 +415,11 @@ class Unfoldable:
 
 
 def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
-    """Turn the pointwise steps among `steps`, in order, into the scale, softcap and bias of the
-    fused loss op."""
+    """Turn the pointwise steps among `steps` into the scale, softcap and bias of the fused loss op.
+
+    `steps` contains the operations from the output projection's product to the logits, in order.
+    Each step is a name and a value, such as ("mul", 30.0). If the op cannot express a step, return
+    an `Unfoldable`."""
     scale, softcap, capped = 1.0, 0.0, False
     biases: list[tuple[Any, float]] = []
     for place, (name, value) in enumerate(steps):

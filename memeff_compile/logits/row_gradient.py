@@ -108,7 +108,8 @@ class RowGradient(LazyTensor):
     def of(rows: Tensor) -> Tensor:
         """Return `rows`, the gradient of selected rows (tokens) of logits, as a RowGradient.
 
-        If `rows` has an autograd graph (as in a second derivative), return `rows` unchanged.
+        A RowGradient looks like a dense tensor, but stores only some rows. If `rows` has an
+        autograd graph (as in a second derivative), return `rows` unchanged.
         """
         if type(rows) is not Tensor or rows.requires_grad or compat.is_batched(rows):
             return rows
@@ -128,8 +129,9 @@ class RowGradient(LazyTensor):
     def of_fused(rows: FusedRows) -> Tensor:
         """Return the gradient `rows` of a logits tensor as a RowGradient.
 
-        `rows` contains a few numbers for each row (token) of the tensor. vmap does not find the
-        tensors inside of a `RowGradient`, so under vmap the function returns a dense gradient.
+        A `RowGradient` looks like a dense tensor, but stores only `rows`: a few numbers for each
+        row (token) of the logits. vmap does not find the tensors inside of a `RowGradient`, so
+        under vmap the function returns a dense gradient.
         """
         head = rows.head
         if rows.is_batched:

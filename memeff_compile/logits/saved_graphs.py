@@ -35,7 +35,12 @@ class Around:
     unread: Sequence[int]
 
     def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a callable that runs the graph and returns the model's results."""
+        """Wrap `compiled`, a compiled graph, so that it returns the model's results.
+
+        The graph leaves out outputs that are None, and the wrapper returns them again. If `plan` is
+        not empty, the wrapper also turns hidden states into deferred logits (logits that are
+        computed when first read).
+        """
         if self.present is not None:
             compiled = with_missing_outputs(compiled, self.present)
         if not self.plan:

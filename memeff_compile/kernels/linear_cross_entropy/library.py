@@ -1,8 +1,8 @@
-"""The implementation `library`: matrix products by cuBLAS, with a Triton kernel after each product.
+"""The fused loss's implementation `library`: cuBLAS products, and a Triton kernel after each.
 
 The forward pass multiplies the hidden states by the weight's rows for one strip (range) of classes
 after another. The products are fp32, even for 16-bit inputs. After each strip, a kernel merges its
-products into a running maximum and a running sum of exponentials per row.
+products into a running maximum and a running sum of exponentials per row (token).
 
 The backward pass processes one block of classes after another, and computes the products of a block
 again, strip by strip. A kernel turns each strip into the logits' gradient G in the input dtype.
@@ -10,8 +10,9 @@ Then cuBLAS writes the product of G and the hidden states into the block's rows 
 gradient. This product is written once, without an fp32 copy. Then cuBLAS adds the product of G and
 the weight's rows to the hidden states' gradient (dE) in fp32. For 16-bit inputs, the logits'
 gradient G has its own buffer. Writing G over the fp32 products of a strip (range) of classes would
-save no memory. The products of a narrow strip and the buffer of G together take as many bytes as
-the products of a wide strip that G overwrites. If G overwrote the products, the results would also
+save no memory. For N rows and a block of W classes, the buffer of G takes 2NW bytes. The fp32
+products of a strip of W / 2 classes take another 2NW bytes. If G overwrote the products, the strip
+would be as wide as the block, and its products would take 4NW bytes. The results would then also
 depend on the order in which warps read and write.
 
 For a scalar loss of a frozen output projection with a LoRA adapter, this implementation processes

@@ -95,8 +95,8 @@ class How(NamedTuple):
 
     @property
     def goes_by_rows(self) -> bool:
-        """Return whether the backward pass of the implementation `hopper` may process blocks of
-        rows."""
+        """Return whether the backward pass of the implementation `hopper` may process one block of
+        rows (tokens) after another, instead of blocks of classes."""
         is_served = self.engine == "hopper" and self.dtype == torch.bfloat16
         return is_served and self.training and not self.workspace
 
@@ -106,7 +106,8 @@ class Pieces(NamedTuple):
 
     `bytes` is the size of these blocks. `columns` is the number of classes in a block. For 16-bit
     inputs, the implementation `reference` copies the weight's rows of these classes to fp32. The
-    upper bound `bytes_after` uses `columns` only for fp32 buffers of the copies' size.
+    gradient of these rows is an fp32 buffer of the same size. The function `bytes_after` uses
+    `columns` only to count these copies and this gradient.
     """
 
     bytes: sympy.Expr
@@ -214,13 +215,16 @@ def total_bytes(
     The bound leaves out the inputs, the gradients, and the vectors with a number per row. These
     vectors take at most 64 bytes per row in total.
 
-    On a GPU, the bound counts X (the logits' gradient up to a factor per row) and statistics of X's
-    tiles. It also counts partial sums of the hidden states' gradient (dE). It also counts a copy of
-    the hidden states of one block of rows (tokens). In this copy, each row is multiplied by the
-    factor that turns the same row of X into the logits' gradient. For plain PyTorch, the bound
-    counts a block of logits (with a softcap, three such blocks). It also counts a copy of the
-    hidden states' rows that are not ignored. For 16-bit inputs, plain PyTorch needs two more fp32
-    buffers. One sums the weight's gradient, and the other is a copy of some rows of the weight.
+    With Triton kernels on a GPU, the bound counts X (the logits' gradient up to a factor per row)
+    and statistics of X's tiles. It also counts partial sums of the hidden states' gradient (dE). It
+    also counts a copy of the hidden states of one block of rows (tokens). In this copy, each row is
+    multiplied by the factor that turns the same row of X into the logits' gradient.
+
+    If the Triton kernels do not support the device or dtype, plain PyTorch computes the op, for
+    example on a CPU. The bound then counts a block of logits (with a softcap, three such blocks).
+    It also counts a copy of the hidden states' rows that are not ignored. For 16-bit inputs, plain
+    PyTorch needs two more fp32 buffers. One sums the weight's gradient, and the other is a copy of
+    some rows of the weight.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):
@@ -260,8 +264,8 @@ def hopper_bytes(
     blocks of rows (tokens).
 
     The bound is for the implementation `hopper`. If `rows` is a symbol, the bound is valid for
-    every number of rows. If a gradient filter drops classes, `hopper` has other buffers. The
-    function then returns the bound for these buffers (`filter_bytes`).
+    every number of rows. If a gradient filter drops unlikely classes from the gradients, `hopper`
+    has other buffers. The function then returns the bound for these buffers (`filter_bytes`).
     """
     shapes = shapes_for_programs(DEFAULT_PROCESSORS)
     if leaves_out(gradient_filter, depth):

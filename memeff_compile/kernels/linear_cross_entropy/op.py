@@ -344,7 +344,7 @@ def _fake_agreed(own: Tensor, every: Tensor) -> Tensor:
 
 
 def _counts(target: Tensor, ranks: int, group: str) -> Tensor:
-    """Return the number of rows on each rank."""
+    """Return the number of rows (tokens) in each rank's call, gathered from all ranks."""
     gather, wait = compat.gathering_ops()
     rows = torch.full((1,), target.numel(), dtype=torch.int64, device=target.device)
     counts: Tensor = wait(gather(rows, ranks, group))

@@ -326,7 +326,9 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
 
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
-    """Predict the backward pass's time, in multiples of a loop iteration for one output tile."""
+    """Predict the time of the backward pass by blocks of `width` classes.
+
+    The unit is the time in which a program adds one term to every sum of an output tile."""
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)
@@ -335,7 +337,7 @@ def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> flo
 def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
     row_blocks = -(-rows // shapes.rows)
     depth_blocks = -(-depth // shapes.columns)
-    # The epilogue of a tile of G costs about as much as 256 steps of its sum.
+    # The epilogue of a tile of G costs about as much as 256 terms of its sum.
     logits = -(-row_blocks * -(-width // shapes.columns) // shapes.programs) * (depth + 256)
     weight_tiles = -(-width // shapes.rows) * depth_blocks
     hidden_tiles = row_blocks * depth_blocks
@@ -351,7 +353,8 @@ def _block_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
 class Room(NamedTuple):
     """The rows of the weight's gradient that a backward pass uses as temporary memory.
 
-    These rows belong to the class `first_column` and later classes. Only a pass with the minimal
+    Each class (vocabulary entry) has one row of the weight's gradient. The temporary memory starts
+    at the row number `first_column` and ends with the last row. Only a pass with the minimal
     workspace, at most `MINIMAL_BYTES`, uses this memory.
 
     The pass computes one block of classes at a time. Example: take 8 rows (tokens) and 4 features.
@@ -376,7 +379,8 @@ class Room(NamedTuple):
         The block writes one row of the weight's gradient for each of its classes. Until then, the
         memory of the rows from `first` on is free. At the end of this memory, the block stores its
         columns of the logits' gradient G: one column per class. So the memory must hold the block's
-        rows and, after them, the block's columns of G. Return 0 if fewer than `step` classes fit.
+        rows and, after them, the block's columns of G. The result is rounded down to a multiple of
+        the field `step`, the width of an output tile. Return 0 if fewer than `step` classes fit.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step

@@ -94,7 +94,11 @@ class Part(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Return how many numbers per row a rank sends; a likeliest class takes two numbers."""
+        """Return how many numbers per row (token) a rank sends to the other ranks.
+
+        If the call requests the likeliest class, a rank sends two numbers for the likeliest of its
+        classes: the logit and the index.
+        """
         return 2 + sum(self.asked) + self.asked[-1]
 
     @property

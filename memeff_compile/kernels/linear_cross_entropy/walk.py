@@ -1,12 +1,12 @@
 """Run a call: choose the implementation, the order of blocks, and when ranks exchange statistics.
 
-An implementation (engine) is a module with three functions. `forward`, `backward` and `total` take
-the arguments of an op's call and return an object of the class `Walk`. A `Walk` is a loop over
-blocks of rows or of classes, and the work on each block. A loss per row takes two such loops. The
-first computes statistics. The second computes the logits again, and from the logits the gradients.
-A scalar loss takes one loop over the rows, if the implementation supports one loop. For each block,
-the loop computes the statistics and then the gradients. Between these two steps, ranks with
-different classes exchange statistics.
+An implementation (engine) is a module with three functions: `forward`, `backward` and `total`. Each
+takes the arguments of an op's call and returns an object of the class `Walk`. A `Walk` is a loop
+over blocks of rows (tokens) or of classes, and the work on each block. A loss per row takes two
+such loops. The loop of `forward` computes statistics. The loop of `backward` computes the logits
+again, and from the logits the gradients. A scalar loss takes only the loop of `total`, over the
+rows, if the implementation supports one loop. For each block, this loop computes the statistics and
+then the gradients. Between these two steps, ranks with different classes exchange statistics.
 
 - The implementation `reference` processes blocks of classes for a loss per row. For a scalar loss
   without an adapter, `reference` processes blocks of rows.
@@ -206,8 +206,9 @@ def makes_gradients_in_forward(
     - the gradient filter `published`, which drops small gradients as in the Cut Cross-Entropy
       paper;
     - a gradient filter only for the hidden states or only for the weight;
-    - a limit of temporary memory (`workspace`) from 1 byte to 8 MiB. This setting needs a second
-      loop only if no gradient filter drops classes.
+    - a limit of temporary memory (`workspace`) from 1 byte to 8 MiB, unless the gradient filter
+      `mass` or `block` drops unlikely classes. The filters drop classes only if the hidden size is
+      at least 2048.
 
     For fp16, the result is false, because the range of fp16 is too small for gradients that are
     scaled afterwards.
@@ -273,7 +274,8 @@ def makes_gradients_in_forward_over_ranks(
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
     """Compute each row's loss, log-sum-exp and requested statistics.
 
-    A row is a token. `engine` contains the loops of an implementation, such as the module `hopper`.
+    A row is a token. `engine`, such as the module `hopper`, contains an implementation's loops over
+    blocks of rows or of classes.
     """
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
@@ -293,7 +295,8 @@ def backward(
 ) -> Gradients:
     """Compute the gradients that `output_mask` requests, such as the weight's gradient.
 
-    `engine` contains the loops of an implementation, such as the module `hopper`.
+    `engine`, such as the module `hopper`, contains an implementation's loops over blocks of rows or
+    of classes. Each block of the loop adds its part to the gradients.
     """
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
@@ -306,9 +309,9 @@ def backward(
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute a scalar loss and its gradients in one loop over blocks of rows.
 
-    A row is a token. `engine` contains the loops of an implementation, such as the module `hopper`.
-    If ranks split the classes, each block also has a step `meet`. In this step, ranks exchange the
-    log-sum-exps and losses of the block's rows.
+    A row is a token. `engine`, such as the module `hopper`, contains an implementation's loops over
+    blocks. If ranks split the classes, each block also has a step `meet`. In this step, ranks
+    exchange the log-sum-exps and losses of the block's rows.
     """
     with on_device(given.hidden):
         walk = engine.total(given)

@@ -50,7 +50,7 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return the coefficients of the same divergence, without terms in log m where possible.
+        """Return coefficients of the same divergence, without the mixture m where possible.
 
         The student's softmax is p, and the teacher's is q. Their mixture m is share * q + (1 -
         share) * p. Coefficients are factors of sums over the classes, such as the sum of q log m.
@@ -221,13 +221,14 @@ def tile_of(given: Request | ClassRequest) -> int:
 def columns_of(vocab: int, tile: int) -> int:
     """Return the size of the vocabulary, rounded up to whole tiles.
 
-    The result is the number of columns of a slot: a buffer for the gradients of one block of rows.
+    The result is the number of columns of a slot: a buffer for the logits of one block of rows
+    (tokens). The gradients of the student's logits overwrite the logits.
     """
     return -(-vocab // tile) * tile
 
 
 class Slots(NamedTuple):
-    """The buffers (slots) that contain the gradients of one block of rows each.
+    """The buffers (slots) that contain the logits' gradients of one block of rows (tokens) each.
 
     A slot has `rows` rows. One matrix product multiplies the logits' gradients in `blocks` slots by
     the weight, and another one multiplies them by the hidden states. `others` is the number of
@@ -247,7 +248,10 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the number of rows of all slots (buffers) together."""
+        """Return the number of rows (tokens) of all slots together.
+
+        A slot is a buffer for one block of rows of logits or of their gradients.
+        """
         return self.rows * (self.blocks + self.others)
 
 

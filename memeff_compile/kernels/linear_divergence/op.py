@@ -1,8 +1,10 @@
 """memeff::linear_divergence and related ops: schemas, validation, fake tensors, autograd, choice of
 implementation.
 
-- `linear_divergence` returns one number per row; its backward pass computes the logits again.
-- `linear_divergence_total` returns the weighted sum of these numbers, and the sum's gradients.
+- `linear_divergence` returns, for each row (token), the divergence between the student's and the
+  teacher's softmax. Its backward pass computes the logits again.
+- `linear_divergence_total` returns the weighted sum of the rows' divergences, and the sum's
+  gradients.
 - `linear_divergence_classes` returns log-probabilities (or logits) of k listed classes of each row,
   (..., k). The op is for a teacher whose probabilities are known only for these classes. Its
   backward pass computes the logits again.

@@ -452,8 +452,9 @@ def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.const
     """Write the codes of a block of values, and the weighted sum of the block's values, from which
     the kernel `total` computes rounding errors.
 
-    In the weighted sum, each value usually has the weight 1. If the queries have a large common
-    mean, a value's weight is the softmax weight of its key for that mean.
+    In the weighted sum, each value usually has the weight 1. The queries may have a large common
+    mean that is not subtracted from them. Then a value's weight is the softmax weight of its key
+    for that common mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests
@@ -640,8 +641,8 @@ def _quantized_attention_prepare_correct_kernel(
     """Write the products of the keys with the mean of each block of queries.
 
     The keys' mean is subtracted from the keys first. If STARTS is set, the int32 sums of the
-    attention kernel start from these products. The products are then divided by the scale of the
-    keys' block.
+    attention kernel start from these products. Only in this case, the products are divided by the
+    scale of the keys' block.
     """
     if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,10 +1,11 @@
 """The reference implementation: the arithmetic of the kernels in plain PyTorch, on any device.
 
-Codes are integers in fp32, so fp32 sums of their products are exact. Softmax weights and values are
-rounded to their number format and multiplied in fp32. Softmax weights are computed for one tile of
-keys after another, with a running maximum, as in the kernels. The order matters because the
-rounding depends on that maximum. This implementation sums exactly within a tile. Tensor cores add
-an error, a thousandth as large as the error from rounding weights and values.
+The codes of queries and keys (quantised numbers) are integers in fp32. So fp32 sums of their
+products are exact. Softmax weights and values are rounded to their number format, such as E4M3, and
+multiplied in fp32. Softmax weights are computed for one tile of keys after another, with a running
+maximum, as in the kernels. The order matters because the rounding depends on that maximum. This
+implementation sums exactly within a tile. Tensor cores add an error, a thousandth as large as the
+error from rounding weights and values.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ class Codes:
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
-    """Return the codes of q, (B, H, M, D), and of k and v, (B, G, N, D).
+    """Return the codes (quantised numbers) of q, (B, H, M, D), and of k and v, (B, G, N, D).
 
-    Of the fields of `given`, this function reads only the scale of the scores and the mask of keys.
+    G is the number of key-value heads. Of the fields of `given`, this function reads only the scale
+    of the scores and the mask of keys.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -214,12 +216,15 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
     """Return a number per channel, (B, G, D), by which queries are divided and keys are multiplied.
 
     Scores do not change. Queries and keys get about the same energy (sum of squares) in each
-    channel, up to one factor for all channels. The energies are estimated from sampled rows.
-    Because the energies are equal, a few channels with large numbers no longer make the
-    quantisation steps of all channels coarser. The numbers are scaled to the geometric mean 1, then
-    clamped. The result is rounded to powers of the square root of two. `whole` is the energy of the
-    sampled keys, including their mean. If the queries' means were subtracted, the function reads
-    all queries, otherwise only the sampled queries.
+    channel, up to one factor for all channels. Because the energies are equal, a few channels with
+    large numbers no longer make the quantisation steps of all channels coarser. The numbers are
+    scaled to the geometric mean 1, then clamped. The result is rounded to powers of the square root
+    of two.
+
+    The keys' energy is estimated from sampled keys. `whole` is the energy of these keys, including
+    their mean. The queries' energy is estimated from sampled queries. If the mean of each block of
+    queries was subtracted from `q`, the queries' energy is the sum over all queries instead. The
+    result has one number per channel of each of the G key-value heads.
     """
     is_smooth = "q" in settings.smooth
     seen = q.reshape(*k.shape[:2], -1, q.shape[3]) if is_smooth else _sampled(q, k.shape[1])
@@ -235,7 +240,7 @@ def evened_by(q: Tensor, k: Tensor, whole: Tensor, settings: Settings) -> Tensor
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:
     """Return the keys' softmax weights (B, G, N) for the query `mean` (B, G, D), up to a factor.
 
-    `mean` is the mean of a sample of the queries.
+    `mean` is the mean of a sample of the queries. There are G key-value heads with N keys each.
     """
     score = torch.matmul(k, mean[..., None])[..., 0]
     return torch.exp2(score.nan_to_num(0.0).clamp(-MOST_SCORE, MOST_SCORE))
@@ -244,11 +249,11 @@ def weights_of(mean: Tensor, k: Tensor) -> Tensor:
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) -> Tensor:
     """Return the keys' codes, changed so that their error is nearly orthogonal to `direction`.
 
-    `direction` is the sum of a sample of the queries, (B, G, D). Its channels are scaled and
-    Hadamard transformed like those of the queries. If queries have a large common mean, the
-    rounding error of a key affects all queries in the same way. The function removes most of this
-    error by integer changes in two channels. The first is the channel where `direction` is largest,
-    the second a channel where `direction` is about a third as large.
+    `direction` is the sum of a sample of the queries, (B, G, D), for G key-value heads. Its
+    channels are scaled and Hadamard transformed like those of the queries. If queries have a large
+    common mean, the rounding error of a key affects all queries in the same way. The function
+    removes most of this error by integer changes in two channels. The first is the channel where
+    `direction` is largest, the second a channel where `direction` is about a third as large.
     """
     size = direction.abs()
     largest = size.amax(2, keepdim=True)
@@ -272,8 +277,9 @@ def _aligned(x: Tensor, codes: Tensor, direction: Tensor, settings: Settings) ->
 def _by_block(rest: Tensor) -> Tensor:
     """Return the sums of `rest` over the first 0, 1, 2 and so on blocks of keys.
 
-    `rest` contains D numbers per key, (B, G, N, D), for example the rounding errors of the key's
-    value. The result is (B, G, blocks + 1, D).
+    `rest` contains D numbers per key, for example the rounding errors of the key's value. Its shape
+    is (B, G, N, D) for the batch size B, G key-value heads and N keys. The shape of the result is
+    (B, G, blocks + 1, D).
     """
     missing = -rest.shape[2] % BLOCK
     rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
@@ -282,7 +288,10 @@ def _by_block(rest: Tensor) -> Tensor:
 
 
 def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    """Return (B, G, N) with 1 for keys that no mask excludes and 0 for other keys."""
+    """Return 1 for each key that `key_mask` does not exclude, and 0 for each other key.
+
+    The result is (B, G, N), for the batch size B, G key-value heads and N keys.
+    """
     found = k.new_ones(k.shape[:3])
     return found if key_mask is None else found * key_mask[:, None]
 
@@ -292,7 +301,8 @@ def means(
 ) -> tuple[Tensor, Tensor]:
     """Return the means that are subtracted from keys and values, (B, G, 1, D) each.
 
-    If the settings do not subtract a mean, that mean is zero.
+    There is one mean for each of the G key-value heads. If the settings do not subtract a mean,
+    that mean is zero.
     """
     sampled = slice(None, None, SAMPLE)
     k_mean = _mean(k[:, :, sampled], None if key_mask is None else key_mask[:, sampled])
@@ -414,10 +424,12 @@ def _attend_block(
 def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
     """Return, per channel, the mean rounding error of the values that each query may attend to.
 
-    The mean is over whole blocks of keys: those with a key that a causal mask or a sliding window
-    allows. Tiles of QUERY_ROWS queries share a mean. The queries are those from `first` up to, not
-    including, `stop`. The result has the shape (B, G, queries, D), for G key-value heads and the
-    head dimension D.
+    In the mean, a value usually has the weight 1. The queries may have a large common mean that is
+    not subtracted from them. Then a value's weight is the softmax weight of its key for that common
+    mean. The mean error is over whole blocks of keys: those with a key that a causal mask or a
+    sliding window allows. Tiles of QUERY_ROWS queries share a mean error. The queries are those
+    from `first` up to, not including, `stop`. The result has the shape (B, G, queries, D), for G
+    key-value heads and the head dimension D.
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     attention's output.

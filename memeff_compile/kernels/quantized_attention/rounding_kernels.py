@@ -29,9 +29,10 @@ def _e4m3_in_fp32(x):
 
 @triton.jit
 def _load_tile(x, place, is_place, depth, C: tl.constexpr):
-    """Load some channels of one head's rows in fp32.
+    """Load the channels `depth` of the rows `place` of one head, in fp32.
 
-    `x` is a pair: the pointer to the first row, and the stride between rows.
+    A row is the query, key or value of one token. Rows for which `is_place` is false become zero.
+    `x` is a pair: the pointer to the head's first row, and the stride between rows.
     """
     ptr, stride = x
     mask = is_place[:, None]
@@ -133,7 +134,7 @@ def _turned_near(x, NEAR: tl.constexpr):
 
 @triton.jit
 def _load_turned(x, place, is_place, change, C: tl.constexpr, HAS_MEAN: tl.constexpr):
-    """Load rows, scale their channels, and apply a Hadamard transform.
+    """Load queries or keys of one head, scale their channels, and apply a Hadamard transform.
 
     `change` contains one factor per channel and, if HAS_MEAN is set, a mean to subtract. The
     Hadamard transform has two steps. The first combines neighbouring channels of a head, and the

@@ -151,8 +151,8 @@ class Settings:
 
         If the field `smooth` contains q, the mean of each block of queries is subtracted before
         rounding. The mean's products with the keys must then be added to the scores of the block's
-        queries. For 8-bit codes, the result is false. In quantisation steps of 8-bit codes, the
-        mean's products may be too large for int32.
+        queries. For 8-bit codes, the result is false. Counted in units of the quantisation steps
+        of 8-bit codes, the mean's products may be too large for the int32 sums.
         """
         return self.granularity == "row" and "q" in self.smooth and self.is_small
 

@@ -207,8 +207,9 @@ def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
     """Return the number of keys per chunk, and the number of chunks per key-value head.
 
-    One program of the first kernel, which sums keys and values, processes one chunk. `rows` is the
-    number of key-value heads in the batch. The chunks are chosen so that the GPU is busy.
+    A chunk is a range of consecutive tokens. For each chunk, one program of the first kernel,
+    `look`, sums sampled keys and all values. `rows` is the number of key-value heads in the batch.
+    The chunks are chosen so that the GPU is busy.
     """
     wanted = tiles_of(shapes.PROGRAMS_PER_PROCESSOR * processors(device), rows)
     wanted = max(1, min(wanted, shapes.MOST_CHUNKS, tiles_of(keys, shapes.LOOK_KEYS)))

@@ -166,9 +166,11 @@ def _attend_tile(sums, ours, tile, codes, told, C: tl.constexpr, MASKED: tl.cons
 def _mean_rest(rest_ptr, counts_ptr, first, stop, depth, DEPTH_BLOCK: tl.constexpr):
     """Return the weighted mean rounding error of the values v in each channel.
 
-    The mean is over the blocks of keys from `first` up to, not including, `stop`. For each block,
-    `rest_ptr` points to the sum of weighted errors over all earlier blocks, and `counts_ptr` to the
-    sum of weights.
+    The mean is over the blocks of keys from `first` up to, not including, `stop`. A value usually
+    has the weight 1. The queries may have a large common mean that is not subtracted from them.
+    Then a value's weight is the softmax weight of its key for that common mean. For each block,
+    `rest_ptr` points to the sum of weighted errors over all earlier blocks. `counts_ptr` points to
+    the sum of the weights over the same blocks.
     """
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)

@@ -497,8 +497,12 @@ def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:
-    """Return no gradient: codes are constants, and `ternary_linear_product` passes gradients to the
-    unquantised inputs."""
+    """Return no gradient for the inputs of the ops that quantise tokens and pack weights.
+
+    The codes (quantised integers) that these ops return are constants for autograd. The op
+    `ternary_linear_product` multiplies codes. The backward pass of this op returns the gradients of
+    the unquantised tokens and weights.
+    """
     return (None,) * len(ctx.needs_input_grad)
 
 

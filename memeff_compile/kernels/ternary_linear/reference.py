@@ -89,8 +89,8 @@ def from_planes(planes: Tensor, columns: int) -> Tensor:
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
     """Scale (N, K) weights, round them to -1, 0 or 1, and pack them as 2-bit codes.
 
-    The weights are divided by `scale` if `is_step` is true, otherwise multiplied. This step uses
-    the dtype of the weights if `is_native` is true, otherwise fp32.
+    The weights are divided by `scale` if `is_step` is true, otherwise multiplied. The division or
+    multiplication runs in the dtype of the weights if `is_native` is true, otherwise in fp32.
     """
     pieces = []
     dtype = compute_dtype(weight.dtype, is_native=is_native)

@@ -4,10 +4,10 @@
 A 32-bit word of packed weights contains the codes of 16 columns: each of its four bytes has four
 2-bit fields. If a kernel sets all but one field of each byte to zero, the word contains four codes
 (0, 1 or 2). An integer instruction multiplies these four weight codes by four activations of a
-token, which are int8 codes. For each of the four fields, these activations are stored next to each
-other. All activations of one field form a plane. A stored weight code is larger by one than the
-weight (-1, 0 or 1). So the product is too large by the sum of the token's activations. The kernel
-subtracts this sum at the end.
+token, which are int8 codes. The four activations for field j of a word's four bytes are stored next
+to each other. The activations for field j of all words in a row form the plane j. A stored weight
+code is larger by one than the weight (-1, 0 or 1). So the product is too large by the sum of the
+token's activations. The kernel subtracts this sum at the end.
 
 Launch these kernels with enable_fp_fusion=False, because a product and the rounding after it must
 be two steps, as in PyTorch.
@@ -96,7 +96,8 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
 def _codes_of_token(x, scale, C: tl.constexpr):
     """Quantise the values `x` of a token, and return the integer codes as int32.
 
-    The values are divided by `scale` with IS_STEP, otherwise multiplied. Then they are rounded.
+    If `C.IS_STEP` is set, `scale` is the quantisation step, and the values are divided by `scale`.
+    Otherwise the values are multiplied by `scale`. Then they are rounded.
     """
     if C.IS_STEP:
         x, over = tl.broadcast(x, scale)
