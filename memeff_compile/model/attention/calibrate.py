@@ -301,8 +301,8 @@ class _Run:
 
         A score is the similarity of the call's result to the exact result. Add the scores to
         `found`. For each attention, level and call of the attention, `found` has a list with one
-        score per input. Return, for each scored call, the attention's name (the path of its module)
-        and the call's index among the calls of this attention.
+        score per input. Return, for each scored call, the attention's name and the call's index
+        among the calls of this attention. The name begins with the path of the attention's module.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -334,10 +334,10 @@ class _Run:
         """Measure the harm of the first of two levels (low-bit formats) for each attention call.
 
         `pair` contains the two levels, and the second may be `exact`. `places` contains, for each
-        call, the attention's name (the path of its module) and the call's index among the calls of
-        this attention. Add the harm of each call to `changes`. The model runs with only this call
-        at the first level, and with only this call at the second level. The harm is the output's
-        change at the first level minus the output's change at the second level.
+        call, the attention's name, which begins with its module's path, and the call's index among
+        the calls of this attention. Add the harm of each call to `changes`. The model runs with
+        only this call at the first level, and with only this call at the second level. The harm is
+        the output's change at the first level minus the output's change at the second level.
 
         If the output cannot be compared, return the reason as a sentence, otherwise None. If
         `are_single` is true, more than one call of an attention module is also such a reason.
@@ -367,9 +367,10 @@ class _Run:
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
         """Return how much the model's output changes if one attention call runs at `level`.
 
-        A level is a low-bit format, or `exact`. `place` is the call: the attention's name (the path
-        of its module), and the call's index among the calls of this attention. If `place` is None,
-        return the change between two exact runs. `change_of` defines the change."""
+        A level is a low-bit format, or `exact`. `place` is the call: the attention's name, which
+        begins with its module's path, and the call's index among the calls of this attention. If
+        `place` is None, return the change between two exact runs. `change_of` defines the
+        change."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None

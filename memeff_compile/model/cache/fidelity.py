@@ -361,15 +361,15 @@ class _Other(NamedTuple):
         """Return the argument `merge` for creating a `KVCache` with these settings.
 
         If `values_merged` is true, pairs of layers, from the first layer on, merge only their
-        values: they share directions (unit vectors). Otherwise the result is None, and no layers
-        are merged.
+        values. The two layers of a pair then share directions (unit vectors). Otherwise the result
+        is None, and no layers are merged.
         """
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
         )
 
     def named(self) -> dict[str, Any]:
-        """Return the settings of the described cache, except those with default values."""
+        """Return the cache settings in this object, except those with default values."""
         named = {"bits": self.bits, "value_bits": self.value_bits}
         named["values_merged"] = self.values_merged or None
         return {name: value for name, value in named.items() if value is not None}

@@ -107,10 +107,11 @@ class Pair:
         """Return two mean numbers of tokens per sequence and head.
 
         When tokens leave the window (the memory for the latest tokens), two layers can merge these
-        tokens' keys and values: they then share directions (unit vectors). `kept` is the number of
-        tokens outside the window that stay unmerged. A sequence's first `keep_first` tokens always
-        stay exact, and `kept` does not count them. `left_over` is the number of tokens that were
-        merged only because they did not fit into the memory for unmerged tokens."""
+        tokens' keys and values. The layers then share directions (unit vectors). `kept` is the
+        number of tokens outside the window that stay unmerged. A sequence's first `keep_first`
+        tokens always stay exact, and `kept` does not count them. `left_over` is the number of
+        tokens that were merged only because they did not fit into the memory for unmerged
+        tokens."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -231,8 +232,8 @@ class MergedLayer(CodedLayer):
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
         """Raise an error if rotations from `MiniCache(fidelity=...)` do not fit this model.
 
-        For two merged layers, these matrices rotate the later layer's keys and values towards those
-        of the earlier layer. The argument `fidelity` is a result of `fidelity_report`, which
+        For two merged layers, the rotations turn the later layer's keys and values towards those of
+        the earlier layer. The argument `fidelity` is a result of `fidelity_report`, which
         contains the rotations. Rotations that fit are moved to the device."""
         if self.pair.common is None:
             return
@@ -271,7 +272,7 @@ class MergedLayer(CodedLayer):
         """Write the keys and values of new tokens, and merge two layers' older keys and values.
 
         The lower of two merged layers runs first. If a call brings one new token, the lower layer
-        stores this token's key and value unmerged. If a call brings several new tokens, the lower
+        stores this token's key and value exactly. If a call brings several new tokens, the lower
         layer keeps them aside until the upper layer gets the same tokens. The upper layer writes
         its own new tokens and those that the lower layer kept aside. The upper layer then merges
         both layers' keys and values in groups. A group of `group` tokens is merged once `recent`
@@ -294,7 +295,7 @@ class MergedLayer(CodedLayer):
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write new tokens of the lower (earlier) of two merged layers.
 
-        If the call brings one new token, its key and value are stored unmerged. If the call brings
+        If the call brings one new token, its key and value are stored exactly. If the call brings
         several new tokens, these tokens wait in `pair.parked` until the upper layer gets them."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states

@@ -120,7 +120,7 @@ class ValuesLayer(MergedLayer):
         Two layers' older values are merged: the layers then share directions (unit vectors).
 
         The lower of two merged layers runs first. If a call brings one new token, the lower layer
-        stores this token's key and value unmerged. If a call brings several new tokens, the lower
+        stores this token's key and value exactly. If a call brings several new tokens, the lower
         layer keeps them aside until the upper layer gets the same tokens. The upper layer writes
         its own new tokens and those that the lower layer kept aside. The upper layer then encodes
         both layers' keys and merges their values in groups. A group of `group` tokens is merged

@@ -39,7 +39,7 @@ _WHY = {"align": " There is no map over all heads together: each head would read
 
 
 class Measured(Protocol):
-    """An object, such as a `FidelityReport`, that measures the similarity of a model's layers.
+    """An object, such as a `FidelityReport`, with the measured similarity of a model's layers.
 
     For pairs of layers, the object contains the similarity of the two layers' keys, and of their
     values."""
@@ -191,10 +191,11 @@ class MiniCache:
         """Return for how many tokens each of two merged layers may store its own key and value.
 
         `tokens` is the length of the cache. When tokens leave the memory for the latest tokens, two
-        layers can merge these tokens' keys and values: they then share directions (unit vectors).
-        For a token that stays unmerged, each layer stores its own key and value. The latest tokens,
-        which are never merged, and a sequence's first `keep_first` tokens do not count. With the
-        default settings, 328 unmerged tokens fit into a cache with a length of 32768.
+        layers can merge these tokens' keys and values. The layers then share directions (unit
+        vectors). For a token that stays unmerged, each layer stores its own key and value. The
+        latest tokens, which are not merged yet, and a sequence's first `keep_first` tokens do not
+        count. With the default settings, 328 unmerged tokens fit into a cache with a length of
+        32768.
         """
         return math.ceil(self.retained * tokens)
 

@@ -454,7 +454,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 def decompress_(model: nn.Module) -> Changes:
     """Replace a model's compressed weights by dense weights; return the number of replaced weights.
 
-    The result is an integer that can be printed: the text names the replaced weights.
+    The result is an integer and also a report: `print` shows the replaced weights.
     """
     require_module(model, "decompress_")
     found: dict[str, str] = {}
