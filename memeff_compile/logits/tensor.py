@@ -112,7 +112,7 @@ class DeferredLogits(LazyTensor):
         The new tensor has its own `Memory`, the object that stores a deferred tensor's values.
         The steps in `recipe` compute the new tensor's values from the hidden states of `self`. If
         the values of `self` already exist, `function` computes the new tensor's values from them.
-        `is_whole` says that the new tensor contains all rows, in order.
+        `is_whole` says that `self` has all rows (tokens) of its `Memory`, in the same order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -351,8 +351,9 @@ def _derive(
 ) -> DeferredLogits:
     """Return a view of the deferred logits `view` with the given rows (tokens).
 
-    `rows` contains hidden states. `order` is the order of the dimensions if the vocabulary is not
-    the last one."""
+    `rows` contains the hidden states from which the logits of these tokens are computed.
+    `geometry` is a meta tensor with the shape, strides and offset of the new view. `order` is the
+    order of the dimensions if the vocabulary is not the last one."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()

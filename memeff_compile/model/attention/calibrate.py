@@ -72,9 +72,10 @@ class Calibration(VerbReport, dict[str, Any]):
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
     - `share` and `by` replace `min_score` if you passed `share`. With `share`,
-      `calibrate_attention` chooses between two levels. `share` is the share of all calls that have
-      the second level. `by` names the measure that chose these calls: the change of the model's
-      output ("output") or the score ("attention");
+      `calibrate_attention` chooses between two levels: by default the first is `4b`, and the
+      second, more precise one is `8b`. `share` is the fraction of all calls that get the second
+      level. `by` names the measure that chose these calls: the change of the model's output
+      ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
       that compares the two levels from which `calibrate_attention` chose. If only this call runs at
       a level, the model's output changes, compared with an exact run. The number is the output's
@@ -84,12 +85,12 @@ class Calibration(VerbReport, dict[str, Any]):
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
-        A level is a low-bit format, such as `8b`, or `exact`. This calibration may have the key
-        `changes`, which compares two levels. A number under this key is the change of the model's
-        output at the first level minus the change at the second. With the key `changes`, the module
-        with the largest number comes first. Without `changes`, the module with the lowest score
-        comes first. This score is the similarity to exact attention at the first of the scored
-        levels.
+        A level is a low-bit format, such as `8b`, or `exact`. This dictionary may have the key
+        `changes`, with a number for each attention call. If only this call runs at a level, the
+        model's output changes. The number is the output's change at the first of two levels minus
+        the output's change at the second. With the key `changes`, the module with the largest
+        number comes first. Without `changes`, the module with the lowest score comes first. This
+        score is the similarity to exact attention at the first of the scored levels.
         """
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
@@ -121,10 +122,11 @@ class Calibration(VerbReport, dict[str, Any]):
         return "\n".join([note, *rows])
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return this calibration, with the attention modules' levels and scores, as JSON.
+        """Return, as JSON, the chosen level of each attention module, and the levels' scores.
 
-        A level is a low-bit format, such as `8b`, or `exact`. A score is the similarity of a
-        level's result to the exact result. The option `memeff.attention` accepts this JSON too.
+        A level is a low-bit format, such as `8b`, or `exact`. A score is the similarity of the
+        attention's result at a level to the exact result. The JSON has all keys of this dictionary.
+        The option `memeff.attention` accepts this JSON too.
         """
         return json.dumps(self, indent=indent)
 
@@ -297,9 +299,10 @@ class _Run:
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
         """Score each attention call at each of `levels` (low-bit formats).
 
-        A score is the similarity to the exact result. Add the scores to `found`, which has a list
-        per attention, level and call, with one score per input. Return, for each scored call, the
-        attention's name and the call's index among the calls of this attention.
+        A score is the similarity of the call's result to the exact result. Add the scores to
+        `found`. For each attention, level and call of the attention, `found` has a list with one
+        score per input. Return, for each scored call, the attention's name and the call's index
+        among the calls of this attention. The name begins with the path of the attention's module.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -330,10 +333,11 @@ class _Run:
     ) -> str | None:
         """Measure the harm of the first of two levels (low-bit formats) for each attention call.
 
-        `pair` contains the two levels, and the second may be `exact`. `places` contains the calls.
-        Add the harm of each call to `changes`. The model runs with only this call at the first
-        level, and with only this call at the second level. The harm is the output's change at the
-        first level minus the output's change at the second level.
+        `pair` contains the two levels, and the second may be `exact`. `places` contains, for each
+        call, the attention's name, which begins with its module's path, and the call's index among
+        the calls of this attention. Add the harm of each call to `changes`. The model runs with
+        only this call at the first level, and with only this call at the second level. The harm is
+        the output's change at the first level minus the output's change at the second level.
 
         If the output cannot be compared, return the reason as a sentence, otherwise None. If
         `are_single` is true, more than one call of an attention module is also such a reason.
@@ -363,9 +367,10 @@ class _Run:
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
         """Return how much the model's output changes if one attention call runs at `level`.
 
-        A level is a low-bit format, or `exact`. `place` is the call: the attention's name, and the
-        call's index among the calls of this attention. If `place` is None, return the change
-        between two exact runs. `change_of` defines the change."""
+        A level is a low-bit format, or `exact`. `place` is the call: the attention's name, which
+        begins with its module's path, and the call's index among the calls of this attention. If
+        `place` is None, return the change between two exact runs. `change_of` defines the
+        change."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None

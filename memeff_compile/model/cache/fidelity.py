@@ -84,8 +84,8 @@ class FidelityReport(VerbReport):
             pairs (its entry has `values_merged`).
         maps: for each pair in `pairs`, two tensors that align the upper layer with the lower one,
             fitted to all inputs. The first of a pair's two tensors, (heads, 2, depth, depth), has
-            the rotations of keys and of values. The second has the matching head of the lower layer
-            for each head of the upper layer. A cache that is created with
+            the rotations of keys and of values. The second has, for each head of the upper layer,
+            the number of the lower layer's matching head. A cache that is created with
             `MiniCache(fidelity=report)` starts with the rotations and matching heads in `maps`.
             The JSON does not contain `maps`.
     """
@@ -121,13 +121,14 @@ class FidelityReport(VerbReport):
         return f"{here}. Use it if {_without(best)} is too large; that loses less."
 
     def cheapest(self, count: int) -> tuple[int, int] | None:
-        """Return the `start_layer` and `end_layer` with which merging `count` consecutive pairs of
-        layers costs least.
+        """Return the `start_layer` and `end_layer` of `MiniCache` with which merging `count`
+        consecutive pairs of layers costs least.
 
         The cost is the sum of the pairs' errors. The error of a pair is the KL divergence (`kl` in
         `pairs`) with a cache that merges only this pair. Return None if the errors of single pairs
-        were not measured. The reason may be that `each_pair` was not passed, or that the measured
-        cache merges no layers. Also return None if fewer than `count` consecutive pairs exist.
+        were not measured. `fidelity_report` measures these errors only with `each_pair=True`, and
+        only for a cache that merges layers. Also return None if fewer than `count` consecutive
+        pairs exist.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []
@@ -357,17 +358,18 @@ class _Other(NamedTuple):
     values_merged: bool = False
 
     def merge(self) -> MiniCache | None:
-        """Return the argument `merge` with which this `KVCache` is created.
+        """Return the argument `merge` for creating a `KVCache` with these settings.
 
         If `values_merged` is true, pairs of layers, from the first layer on, merge only their
-        values. Otherwise the result is None, and no layers are merged.
+        values. The two layers of a pair then share directions (unit vectors). Otherwise the result
+        is None, and no layers are merged.
         """
         return (
             MiniCache(start_layer=0, values_only=True, force=True) if self.values_merged else None
         )
 
     def named(self) -> dict[str, Any]:
-        """Return those settings of this cache that differ from the defaults."""
+        """Return the cache settings in this object, except those with default values."""
         named = {"bits": self.bits, "value_bits": self.value_bits}
         named["values_merged"] = self.values_merged or None
         return {name: value for name, value in named.items() if value is not None}
@@ -410,9 +412,10 @@ class _Gathered:
         self.products: dict[_Layers, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
-        """Record the measurements of `which`, one of the caches in the report's list `codes`.
+        """Record the measurements of another cache, for comparison with the measured cache.
 
-        The measurements are the bytes of this cache, and the KL divergence of the next-token
+        `which` contains the settings of the other cache, an entry of the report's list `codes`. The
+        measurements are the other cache's bytes, `size`, and the KL divergence of the next-token
         probabilities with this cache from those with the exact cache."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)

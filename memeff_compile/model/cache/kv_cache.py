@@ -265,7 +265,9 @@ class KVCache(Cache):
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
-        """Return the key and value tensors of the layers that stay exact."""
+        """Return the key and value tensors of the layers that are neither quantised nor merged.
+
+        All layers with a sliding window belong to these layers."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
@@ -327,8 +329,8 @@ def _warn_once(text: str) -> None:
 
 
 def _kept_exact(layers: list[Untyped], bits: int) -> str:
-    """Return a sentence that lists the layers that stay exact although the user requested low bits,
-    or ""."""
+    """Return a sentence that lists the layers whose keys and values are not quantised although the
+    user requested low bits, or ""."""
     ours = [n for n, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
     coded = [n for n in ours if isinstance(layers[n], CodedLayer)]
     exact = [n for n in ours if n not in coded]
@@ -693,7 +695,7 @@ def use_kv_cache_(
 
     Returns:
         An object that reverts the setting: call it, or use it in a `with` statement. Printing this
-        object shows the cache's settings, and the layers that stay exact.
+        object shows the cache's settings, and the layers that stay exact (not quantised).
 
     Raises:
         UnsupportedInputError: A setting is not supported, or the model cannot use a KVCache. Such a

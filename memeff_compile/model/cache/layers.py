@@ -162,7 +162,7 @@ class InPlace(CacheLayerMixin):
                 )
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield each tensor of this layer whose first dimension is the sequence.
+        """Yield each tensor of this layer whose first dimension is the batch.
 
         Before the tensors are allocated, yield no tensor. The `Place` before each tensor contains
         the tensor's owner and name."""
@@ -644,7 +644,9 @@ class Starts:
         return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
 
     def first_tokens(self, sequences: int, device: torch.device) -> Tensor:
-        """Return the position of each sequence's first token, int32."""
+        """Return the index in the cache of each sequence's first token after the padding, int32.
+
+        Without padding on the left, the index is 0."""
         if self.first is None:
             return torch.zeros(sequences, dtype=torch.int32, device=device)
         batch = self.first.shape[0]
@@ -659,7 +661,7 @@ class Starts:
         """Apply `function`, which reorders, repeats or selects sequences, to the tensor `places`.
 
         `places` contains the positions of each sequence's first `keep_first` tokens. The first
-        dimension of this tensor is the sequence."""
+        dimension of this tensor is the batch, with one index per sequence."""
         if not self._shape:
             return
         changed = function(self.places)

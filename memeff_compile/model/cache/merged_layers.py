@@ -83,10 +83,11 @@ class Pair:
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
     def find_angles(self, depth: int, device: torch.device) -> None:
-        """Find the angles of the keys' rotary embedding, or None if the config does not tell them.
+        """Compute the angles of the keys' rotary embedding, and store them in `self.angles`.
 
-        Before two layers' keys are merged, rotation matrices make the keys similar. With known
-        angles, these matrices are fitted as if each key also appeared at later positions."""
+        Store None if the model's config does not determine the angles. Before two layers' keys are
+        merged, rotation matrices make the keys similar. With known angles, these matrices are
+        fitted as if each key also appeared at later positions."""
         found = None if self.config is None else angles_of(self.config, depth)
         self.angles = None if found is None else found.to(device)
 
@@ -105,11 +106,12 @@ class Pair:
     def kept(self) -> dict[str, float]:
         """Return two mean numbers of tokens per sequence and head.
 
-        When tokens leave the window of latest tokens, two layers can merge these tokens' keys and
-        values. `kept` is the number of tokens outside the window that stay unmerged. A sequence's
-        first `keep_first` tokens always stay exact, and `kept` does not count them. `left_over` is
-        the number of tokens that were merged only because they did not fit into the memory for
-        unmerged tokens."""
+        When tokens leave the window (the memory for the latest tokens), two layers can merge these
+        tokens' keys and values. The layers then share directions (unit vectors). `kept` is the
+        number of tokens outside the window that stay unmerged. A sequence's first `keep_first`
+        tokens always stay exact, and `kept` does not count them. `left_over` is the number of
+        tokens that were merged only because they did not fit into the memory for unmerged
+        tokens."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
@@ -164,9 +166,9 @@ class MergedLayer(CodedLayer):
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield each tensor of this layer whose first dimension is the sequence.
+        """Yield each tensor of this layer whose first dimension is the batch.
 
-        The lower (earlier) of two merged layers also yields the tensors that both layers share. The
+        The lower (earlier) of two merged layers also yields the tensors that the two share. The
         `Place` before each tensor contains the tensor's owner and name."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
@@ -228,11 +230,11 @@ class MergedLayer(CodedLayer):
             )
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Raise an error if the rotations of the fidelity report do not fit this model.
+        """Raise an error if rotations from `MiniCache(fidelity=...)` do not fit this model.
 
-        The report, passed as `MiniCache(fidelity=...)`, is a result of `fidelity_report`. Rotations
-        that fit are moved to the device. For two merged layers, the rotations turn the later
-        layer's keys and values towards those of the earlier layer."""
+        For two merged layers, the rotations turn the later layer's keys and values towards those of
+        the earlier layer. The argument `fidelity` is a result of `fidelity_report`, which
+        contains the rotations. Rotations that fit are moved to the device."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -269,11 +271,12 @@ class MergedLayer(CodedLayer):
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write the keys and values of new tokens, and merge two layers' older keys and values.
 
-        The lower of two merged layers runs first. The lower layer stores a single new token
-        exactly. The lower layer keeps several new tokens aside until the upper layer gets the same
-        tokens. The upper layer writes its own new tokens and those that the lower layer kept aside.
-        The upper layer then merges both layers' keys and values in groups. A group of `group`
-        tokens is merged once `recent` later tokens exist (settings of `KVCache`)."""
+        The lower of two merged layers runs first. If a call brings one new token, the lower layer
+        stores this token's key and value exactly. If a call brings several new tokens, the lower
+        layer keeps them aside until the upper layer gets the same tokens. The upper layer writes
+        its own new tokens and those that the lower layer kept aside. The upper layer then merges
+        both layers' keys and values in groups. A group of `group` tokens is merged once `recent`
+        later tokens exist (settings of `KVCache`)."""
         if not self.is_upper:
             self._write_lower(key_states, value_states)
             return
@@ -292,8 +295,8 @@ class MergedLayer(CodedLayer):
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write new tokens of the lower (earlier) of two merged layers.
 
-        A single new token is stored exactly. Several new tokens wait in `pair.parked` until the
-        upper layer gets the same tokens."""
+        If the call brings one new token, its key and value are stored exactly. If the call brings
+        several new tokens, these tokens wait in `pair.parked` until the upper layer gets them."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return

@@ -45,17 +45,19 @@ class ValuesPair(Pair):
         """Return zero for `kept`, the number of unmerged tokens, and zero for `left_over`.
 
         `left_over` is the number of tokens that did not fit into the memory for unmerged tokens.
-        Two layers that merge only values merge the values of all encoded tokens."""
+        The numbers are zero because the two layers merge the values of all tokens that are stored
+        as low-bit codes. Merged layers share directions (unit vectors) of values."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove waiting tokens of the lower of two merged layers, and reset the layers' maps.
+        """Remove tokens that wait in the lower of two merged layers, and reset the layers' maps.
 
-        Tokens still wait if a forward pass ended before the upper layer got the same tokens. The
-        maps are tensors that make the two layers' values similar. The rotations of the upper
-        layer's values and the pairing of the layers' heads are copied from the report passed as
-        `MiniCache(fidelity=...)`. Without a report, they become the identity. The layers' mean
-        values, which are subtracted before the merge, become zero. `starts` has no effect.
+        New tokens wait there until the upper layer gets them. Tokens still wait if a forward pass
+        ended between the two layers. The maps are tensors that make the two layers' values similar
+        before the merge. The rotations of the upper layer's values and the pairing of the layers'
+        heads are copied from the report passed as `MiniCache(fidelity=...)`. Without a report, they
+        become the identity. The layers' mean values, which are subtracted before the merge, become
+        zero. `starts` has no effect.
         """
         self.parked = None
         maps = self.maps()
@@ -117,11 +119,12 @@ class ValuesLayer(MergedLayer):
 
         Two layers' older values are merged: the layers then share directions (unit vectors).
 
-        The lower of two merged layers runs first. The lower layer stores a single new token
-        exactly. The lower layer keeps several new tokens aside until the upper layer gets the same
-        tokens. The upper layer writes its own new tokens and those that the lower layer kept aside.
-        The upper layer then encodes both layers' keys and merges their values in groups. A group of
-        `group` tokens is merged once `recent` later tokens exist (settings of `KVCache`).
+        The lower of two merged layers runs first. If a call brings one new token, the lower layer
+        stores this token's key and value exactly. If a call brings several new tokens, the lower
+        layer keeps them aside until the upper layer gets the same tokens. The upper layer writes
+        its own new tokens and those that the lower layer kept aside. The upper layer then encodes
+        both layers' keys and merges their values in groups. A group of `group` tokens is merged
+        once `recent` later tokens exist (settings of `KVCache`).
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

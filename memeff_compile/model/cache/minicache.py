@@ -39,11 +39,14 @@ _WHY = {"align": " There is no map over all heads together: each head would read
 
 
 class Measured(Protocol):
-    """An object, such as a `FidelityReport`, that says how similar layers' keys and values are."""
+    """An object, such as a `FidelityReport`, with the measured similarity of a model's layers.
+
+    For pairs of layers, the object contains the similarity of the two layers' keys, and of their
+    values."""
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each pair of layers.
+        """Return a dictionary for each measured pair of layers, such as each pair of adjacent ones.
 
         The dictionary contains the numbers of the `layers`, and the `mean` cosine between their
         keys and between their values. The entry `aligned` contains the mean cosines after means
@@ -58,7 +61,7 @@ class Measured(Protocol):
         pair has two tensors:
 
         - (H, 2, D, D): the rotations of the upper layer's keys and values;
-        - (H,): the lower layer's head for each head of the upper layer.
+        - (H,): for each head of the upper layer, the number of the lower layer's matching head.
         """
 
 
@@ -92,8 +95,8 @@ class MiniCache:
         gamma: which tokens stay unmerged. A token's distance is the distance between its vectors in
             the two layers. A token stays unmerged if its distance is near the largest distance
             (with `reading="similar"`, the smallest). Near means a difference of at most `gamma`
-            times the range of all distances. A larger number keeps more tokens unmerged, and 1
-            keeps all that fit.
+            times the range of all distances. A larger number keeps more tokens unmerged. With 1, as
+            many tokens stay unmerged as fit into the memory that `retained` reserves.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
             too small for all such tokens, those that differ most between the layers stay unmerged.
         reading: which tokens stay unmerged. With `distinct`, these are the tokens that differ
@@ -165,12 +168,12 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return `t`, or its default if `t` is None.
+        """Return the setting `t`, which says where two merged layers' shared direction lies.
 
         Two merged layers share one direction (unit vector) of a token's keys, and one of its
-        values. The number says where the shared direction lies: at 0 on the lower layer's own
-        direction, at 1 on the upper layer's. With `rule="max_norm"`, the number has no effect. The
-        default is 0.7 if keys and values are merged with `align="heads"`, otherwise 0.5.
+        values. If `t` is 0, the shared direction is the lower layer's own direction. If `t` is 1,
+        it is the upper layer's. With `rule="max_norm"`, `t` has no effect. If `t` is None, return
+        the default: 0.7 if keys and values are merged with `align="heads"`, otherwise 0.5.
         """
         is_even = self.align == "none" or self.values_only
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
@@ -179,18 +182,20 @@ class MiniCache:
         """Return the two tensors that make the keys and values of a pair of layers similar.
 
         The first tensor rotates the upper layer's keys and values towards the lower layer's. The
-        second has the lower layer's head for each head of the upper layer. Both tensors come from
-        `fidelity`, the result of `fidelity_report`. Return None if `fidelity` is None, or has no
-        entry for the pair."""
+        second has, for each head of the upper layer, the number of the lower layer's matching head.
+        The two tensors come from `fidelity`, the result of `fidelity_report`. Return None if
+        `fidelity` is None, or has no entry for the pair."""
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return how many tokens may stay unmerged in a cache with a length of `tokens`.
+        """Return for how many tokens each of two merged layers may store its own key and value.
 
-        When tokens leave the window of latest tokens, two layers can merge these tokens' keys and
-        values. For a token that stays unmerged, each layer stores its own key and value. A
-        sequence's first `keep_first` tokens do not count. With the default settings, 328 unmerged
-        tokens fit into a cache with a length of 32768.
+        `tokens` is the length of the cache. When tokens leave the memory for the latest tokens, two
+        layers can merge these tokens' keys and values. The layers then share directions (unit
+        vectors). For a token that stays unmerged, each layer stores its own key and value. The
+        latest tokens, which are not merged yet, and a sequence's first `keep_first` tokens do not
+        count. With the default settings, 328 unmerged tokens fit into a cache with a length of
+        32768.
         """
         return math.ceil(self.retained * tokens)
 

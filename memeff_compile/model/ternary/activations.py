@@ -83,8 +83,9 @@ class _Notes(nn.Module):
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
     """Find the activation function of a module that may be a gated MLP.
 
-    If the squared ReLU can replace no function, the field `why` of the result gives the reason.
-    `roles` gives the role of each child: "gate or up", or "down".
+    The squared ReLU, relu(x) ** 2, can replace the function that is returned. If no function can be
+    replaced, the field `why` of the result gives the reason. `roles` maps the names of the module's
+    linear layers to their roles: "gate or up", or "down".
     """
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]
@@ -216,14 +217,15 @@ def other_activations(mlps: list[GatedMLP]) -> dict[str, str]:
 
 
 def square(mlps: list[GatedMLP], model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Put the squared ReLU into each MLP, and write the squared ReLU's name into the model's
-    config.
+    """Replace each MLP's activation function by the squared ReLU.
+
+    Also write the squared ReLU's name into the model's config.
 
     Returns:
-        Two dictionaries. The first maps the path of each replaced activation function to a text
-        about the new one. The second has the paths of configs that will not name the squared ReLU
-        after saving and loading. Each of these paths has a sentence that asks the user to call
-        `ternarize_` again after loading.
+        Two dictionaries. The first dictionary maps the path of each replaced activation function to
+        a text that names the old and the new function. The second dictionary has the paths of
+        configs that will not name the squared ReLU after saving and loading. For each of these
+        paths, a sentence asks the user to call `ternarize_` again after loading.
     """
     said: dict[str, str] = {}
     left: dict[str, str] = {}

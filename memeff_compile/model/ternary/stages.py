@@ -27,10 +27,10 @@ class TernaryStages:
     """The two training stages of BitNet a4.8.
 
     In the first stage, which is most of the training, linear layers quantise their inputs to 8
-    bits. In the second stage, the layers follow the recipe `second`, by default "a4.8". The
-    optimizer state remains valid, because the parameters remain the same objects. The switch to the
-    second stage changes an attribute of each linear layer, so a compiled model is compiled once
-    more.
+    bits. In the second stage, the layers follow the recipe `second`, by default "a4.8". A recipe
+    says how each linear layer quantises its inputs, as in `ternarize_`. The optimizer state remains
+    valid, because the parameters remain the same objects. The switch to the second stage changes an
+    attribute of each linear layer, so a compiled model is compiled once more.
 
     Args:
         model: A model that `ternarize_` can change, or has already changed.
@@ -104,8 +104,10 @@ class TernaryStages:
         return 2 if self.done >= self.switch_after else 1
 
     def step(self) -> None:
-        """Count a training step; after the last step of the first training stage (8-bit inputs of
-        linear layers), switch to the second stage (the recipe `second`)."""
+        """Count a training step; after the last step of the first stage, switch to the second.
+
+        In the first stage, linear layers quantise their inputs to 8 bits. In the second stage, the
+        layers quantise their inputs as the argument `second` of `TernaryStages` says."""
         self.done += 1
         self._switch_if_due()
 
@@ -117,7 +119,7 @@ class TernaryStages:
         """Continue after the stored number of steps, in the training stage of the next step.
 
         In the first stage, linear layers quantise their inputs to 8 bits. In the second stage, the
-        layers follow the recipe `second`.
+        layers quantise their inputs as the argument `second` of `TernaryStages` says.
 
         You may load the states of optimizer and scheduler before or after this call. These states
         contain the learning rate and weight decay of the stage in which they were saved. This call
@@ -187,8 +189,10 @@ def _with_base_rates(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _require_lasting(optimizer: Any, scheduler: Any, rate: float) -> None:  # noqa: ANN401
-    """Raise an error if a scheduler would overwrite the learning rate of the second training
-    stage."""
+    """Raise an error if a scheduler would overwrite the learning rate of the second training stage.
+
+    BitNet a4.8 trains in two stages. When the second stage begins, `TernaryStages` multiplies the
+    optimizer's learning rate by `rate`."""
     if optimizer is None:
         if scheduler is not None:
             raise OptionError("TernaryStages has a scheduler and no optimizer; pass both.")

@@ -192,7 +192,8 @@ def _line(weights: Sequence[CompressedWeight]) -> str:
     """Return one line of the compression report, for one weight or several similar weights.
 
     Weights share a line if their shapes and results are equal and their names differ only in
-    numbers. In the text of `details`, each weight has its own line."""
+    numbers. In the longer text that the report's method `details` returns, each weight has its own
+    line."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -453,7 +454,7 @@ def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None
 def decompress_(model: nn.Module) -> Changes:
     """Replace a model's compressed weights by dense weights; return the number of replaced weights.
 
-    The returned number is also a report: `print` shows the weights.
+    The result is an integer and also a report: `print` shows the replaced weights.
     """
     require_module(model, "decompress_")
     found: dict[str, str] = {}

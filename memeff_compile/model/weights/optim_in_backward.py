@@ -99,8 +99,9 @@ class _Queue:
         """Return a free region of `count` elements in the ring of spill buffers in CPU memory.
 
         The GPU copies a new weight to the region if the weight's codes do not fit into the memory
-        of the old codes. If no region is free, check the oldest values in this queue first. Without
-        a ring, return None.
+        of the old codes (the compressed form). If no region is free, first wait for the GPU, and
+        check whether the codes of the oldest new weights in this queue fitted. The check frees a
+        weight's region. Without a ring, return None.
         """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:

@@ -103,7 +103,7 @@ class MemeffConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Theirs
     ) -> Theirs:
-        """Create the configuration from its entry in config.json.
+        """Create the configuration from the entry `quantization_config` of config.json.
 
         Raise CodedWeightError if the entry has an unsupported format version.
         """
@@ -117,9 +117,10 @@ class MemeffConfig(QuantizationConfigMixin):
         return read(config_dict, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry for config.json.
+        """Return this configuration as the entry `quantization_config` of config.json.
 
-        For a saved model, the entry contains only the keys that loading needs.
+        If the model is saved with compressed weights, the entry has only the keys that loading
+        needs.
         """
         said = super().to_dict()
         for name in ("skip", "min_size", "layers") if self.weights else ():
@@ -132,8 +133,9 @@ class MemeffConfig(QuantizationConfigMixin):
 
 
 class MemeffQuantizer(HfQuantizer):
-    """A transformers quantizer that loads codes, or encodes weights as they are read, and saves
-    codes."""
+    """A transformers quantizer that loads and saves compressed weights (codes).
+
+    From a dense checkpoint, the quantizer compresses weights as they are read."""
 
     quantization_config: MemeffConfig
     is_trainable = True
@@ -149,7 +151,7 @@ class MemeffQuantizer(HfQuantizer):
         self.conversions: Any = None  # the model's own, which a folder of codes does not need
 
     def is_serializable(self) -> bool:
-        """Return True, because codes are plain tensors that can be saved."""
+        """Return True, because compressed weights consist of plain tensors that can be saved."""
         return True
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:

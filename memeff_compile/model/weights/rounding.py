@@ -100,14 +100,16 @@ def kept(x: Tensor, mantissa: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tensor | None:
-    """Round a weight (V, D) to numbers that a lossy codec can store exactly.
+    """Round a weight (V, D) to numbers that a lossy compressed format can represent.
 
-    The numbers are chosen so that the products of the weight and the inputs of its linear layers
-    lose little precision. `gram` is the Gram matrix of inputs that these layers got (see `grams`).
+    So encoding the rounded weight loses nothing more. The numbers are chosen so that the products
+    of the weight and the inputs of its linear layers lose little precision. `gram` is the Gram
+    matrix of inputs that these layers got (see `grams`). `mantissa` is the number of mantissa bits
+    that stay.
 
-    A lossy codec divides the numbers of each block by the block's largest number. This number is
-    not changed, and it remains the largest. Return None if all inputs are zero, or if an input or
-    the weight is not finite.
+    The format divides each block of `block` numbers by the significand of its largest number.
+    The largest number is not changed, and it remains the largest. Return None if all inputs are
+    zero, or if an input or the weight is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

@@ -298,10 +298,10 @@ def number(value: float) -> Cases:
 
 
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
-    """Return the `Cases` of a number that depends on a tensor's index.
+    """Return a number that depends on a tensor's index, as `Cases`: values, each with a condition.
 
-    `found` contains each value that the number may have, after the condition for this value. Join
-    the conditions of equal values, and remove values whose condition is FALSE."""
+    `found` contains each value that the number may have, after the condition on the index for this
+    value. Join the conditions of equal values, and remove values whose condition is FALSE."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:

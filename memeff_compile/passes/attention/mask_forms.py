@@ -72,7 +72,8 @@ class Form:
     def padding(self) -> bool:
         """Return whether the mask has conditions on keys alone or queries alone, such as padding.
 
-        A number of keys, such as the filled length of a cache, does not count."""
+        A condition that only limits the number of keys, such as the filled length of a cache, does
+        not count."""
         return bool(self.queries) or any(not _is_length(part) for part in self.tables)
 
     @property
@@ -168,10 +169,10 @@ def _is_length(part: Formula) -> bool:
 
 
 def _is_shifted(part: AtLeastZero, query: Axis, key: Axis) -> bool:
-    """Return whether a condition is an upper bound that depends on an element of a tensor.
+    """Return whether a condition bounds the key's index from above by an element of a tensor.
 
-    The bound is the sum of this element and a number. The condition bounds the key's index, or the
-    key's index minus the query's index."""
+    The upper bound is the sum of this element and a number. The bound may be on the key's index, or
+    on the key's index minus the query's index."""
     terms = dict(part.sum.terms)
     reads = [term for term in terms if isinstance(term, Read)]
     if len(reads) != 1 or terms.pop(key, 0) != -1 or terms.pop(reads[0]) != 1:
@@ -305,8 +306,9 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
-    """If a sum is the difference of two elements of tensors (`Read`), return these two elements in
-    both orders; otherwise return an empty list."""
+    """If `total` is one tensor element (`Read`) minus another, return the two in both orders.
+
+    Otherwise return an empty list. `total` is a sum of axis indices, sizes and tensor elements."""
     terms = list(total.terms.items())
     if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
         return []

@@ -45,8 +45,9 @@ class Value:
     def scalar_at(self, index: Sequence[Linear]) -> Scalar:
         """Return the formula of the tensor's element at `index`.
 
-        `index` has one sum (`Linear`) for each axis of this tensor. The sum may depend on indices
-        of another tensor. Example: the index in a slice plus the slice's start.
+        For each axis of this tensor, `index` has a `Linear`: a sum of axis indices, sizes and
+        tensor elements. The axis indices may be those of another tensor. Example: the index in a
+        slice plus the slice's start.
         """
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
@@ -101,7 +102,7 @@ class MaskReader:
         return Mask(found, algebra.values_taken(scalar))
 
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
-        """Return the token's position for each sequence id that the mask's formula reads.
+        """For each token's sequence id that the mask's formula reads, return this token's position.
 
         The graph computed the ids from these positions: an id increases by one where the position
         does not increase by one. Ids that the graph computed otherwise are left out.
@@ -230,9 +231,10 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
-    """Return whether a tensor of a dtype can contain elements of a formula's kind.
+    """Return whether a tensor of a dtype can contain elements of the kind of `scalar`.
 
-    The kinds are integer, boolean and floating point."""
+    `scalar` is the formula of a tensor's element. The kinds are integer, boolean and floating
+    point."""
     if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):

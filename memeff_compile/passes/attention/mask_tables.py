@@ -161,7 +161,10 @@ class _Writer:
         return found if is_zero else call(aten.add.Scalar, found, constant)
 
     def index(self, axis: Axis) -> Node:
-        """Insert nodes with the indices along an axis of the table: sequences, keys or queries."""
+        """Insert nodes that compute the indices along an axis of the table.
+
+        The table has one element for each key (or each query) of each sequence. The axis is that of
+        the sequences, or that of the keys or queries."""
         size = self.editor.size(self.batch if axis == self.row else self.length)
         how = {"dtype": torch.int64, "device": self.table.device}
         line = self.editor.call(aten.arange.default, size, **how)
@@ -195,10 +198,11 @@ class _Writer:
         return node, left
 
     def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
-        """Return a tensor's elements, broadcastable to the table, or None if slices do not suffice.
+        """Insert slices that read elements of `node` at the indices `at`, and return the last node.
 
-        The table is the mask's condition on each key or query of each sequence. Slices suffice if
-        each index in `at` is the index of a table axis plus a constant. The axes of `node` must
+        The last node's tensor can be broadcast to the table: the mask's condition on each key or
+        query of each sequence. Return None if slices cannot read these elements. Slices can read
+        them if each index is the index of a table axis plus a constant. The axes of `node` must
         also have the table's order.
         """
         sizes_of: dict[Any, Size] = {self.row: self.batch, self.column: self.length}
