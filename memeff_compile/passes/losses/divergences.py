@@ -71,8 +71,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Expression:
-    """One value per row and class: a polynomial in probabilities and log-probabilities, multiplied
-    by numbers that are equal for all classes of a row."""
+    """One value per row (token) and class: a polynomial in probabilities and log-probabilities.
+
+    Each mask in `masks` multiplies the whole polynomial by one number per row, or sets it to zero
+    in some rows."""
 
     terms: Terms
     masks: tuple[Mask, ...] = ()
