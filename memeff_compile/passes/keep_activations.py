@@ -321,8 +321,8 @@ def _ends(node: Node) -> list[Any]:
     """Return the ops whose backward pass may read a value that `node` reads or passes on.
 
     Usually this is only the node's own op. The backward pass of a reshape or an addition (an op in
-    `_PASSED_ON`) reads no operand. But the backward pass of a node that uses the result may read the
-    result. So for a reshape or an addition, return the ops of its users instead.
+    `_PASSED_ON`) reads no operand. But the backward pass of a node that uses the result may read
+    the result. So for a reshape or an addition, return the ops of its users instead.
     """
     found: list[Any] = []
     ways, seen = [node], {node}

@@ -187,7 +187,7 @@ def _captured(
     up to whole chunks. The same applies if the model does not run at another length.
 
     A prediction that holds only for the call's length may also hold only for the call's batch size.
-    The second limit has these reasons:
+    Such a prediction is limited to this batch size in three cases:
 
     - the size of some buffer follows no formula in the batch size;
     - the model does not run at another batch size;
