@@ -208,10 +208,10 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Return the module of the nodes that this record (entry of the report) is about.
+        """Return text that names the module that this record (entry of the report) is about.
 
-        Examples are "lm_head" and "layers.0.mlp and 31 more". Without a module, the text is "" or,
-        for example, "here and 3 more"."""
+        Examples are "lm_head" and "layers.0.mlp and 31 more", in which 31 other locations have an
+        equal record. Without a module, the text is "" or, for example, "here and 3 more"."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 

@@ -341,8 +341,9 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
     """Return those operands of the fused op that have entries for each row (token).
 
-    For a divergence, these are its masks, which multiply each row's number or set it to zero. For a
-    gather of some classes per row (`Classes`), this is the tensor of class indices."""
+    For a divergence, which has one number per row, return the masks that multiply this number or
+    set it to zero. For a gather of some classes per row (`Classes`), return the tensor of class
+    indices."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 

@@ -371,7 +371,7 @@ class Explanation(VerbReport):
         """Return the report of the passes, and a plan (the predicted memory of a training step), as
         text.
 
-        Without `plan`, return only the report."""
+        Without `plan`, the text contains no predicted memory."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
