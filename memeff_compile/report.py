@@ -208,8 +208,10 @@ class Record:
 
     @property
     def place(self) -> str:
-        """Return the location of the match in the model, for example "lm_head" or "layers.0.mlp and
-        31 more", or ""."""
+        """Return text that names the module that this record (entry of the report) is about.
+
+        Examples are "lm_head" and "layers.0.mlp and 31 more", in which 31 other locations have an
+        equal record. Without a module, the text is "" or, for example, "here and 3 more"."""
         more = f" and {self.sites - 1} more" if self.sites > 1 else ""
         return f"{self.module or 'here'}{more}" if self.module or more else ""
 
@@ -359,8 +361,9 @@ class LogitsUse:
         return sum(self.computed.values())
 
     def copy(self) -> LogitsUse:
-        """Return a copy of this object with the current counts of uses of deferred logits (computed
-        when first read)."""
+        """Return a copy of these counts.
+
+        The counts say how deferred logits (logits that are computed when first read) were used."""
         return replace(
             self, fused=dict(self.fused), computed=dict(self.computed), readers=dict(self.readers)
         )
@@ -371,8 +374,9 @@ class LogitsUse:
         return cls(**{**data, "readers": readers})
 
     def restore(self, earlier: LogitsUse) -> None:
-        """Reset the counts of uses of deferred logits (computed when first read) to those of an
-        earlier copy of this object."""
+        """Reset these counts to those of an earlier copy of this object.
+
+        The counts say how deferred logits (logits that are computed when first read) were used."""
         vars(self).update(vars(earlier.copy()))
 
     def advice(self) -> str:

@@ -126,11 +126,10 @@ class Hooks:
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Replace Dynamo's guards on those graph inputs that are tensors of this system (an
-        optional part of this package).
+        """Replace Dynamo's guards on this system's tensors among a graph's inputs by cheaper ones.
 
-        Such tensors are, for example, compressed weights. This method is called only for graphs
-        without gradients."""
+        A system is an optional part of this package, such as compressed weights. This method is
+        called only for graphs without gradients."""
 
     def forget(self) -> None:
         """Free all memory that this system (an optional part of this package) keeps between calls.

@@ -237,8 +237,11 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _unserved(match: Multihead) -> Decline | None:
-    """Return a Decline that names an argument which the inserted nodes would not handle in the same
-    way as the original call, or None.
+    """Return the reason (a Decline) why other nodes cannot replace a call of nn.MultiheadAttention,
+    or None.
+
+    The reasons are an operand that is a tensor subclass or is transformed by torch.func, keys or
+    values that the module adds, attention weights that a node reads, and active dropout.
     """
     kind, given = kind_among(match.node.all_input_nodes), match.given
     if kind:

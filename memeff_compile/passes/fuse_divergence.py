@@ -1,12 +1,13 @@
 """Rewrite two output projections and the divergence of their softmaxes into
 memeff::linear_divergence.
 
-The op builds no N x V logits.
+The op builds no N x V logits (N tokens, V classes).
 
     before: s = log_softmax(linear(h, W) / T)
             with no_grad(): t = softmax(linear(g, U) / T)
             loss = kl_div(s, t, reduction="sum")
-    after:  loss, *_ = memeff.linear_divergence_total(h, W, None, g, U, None, None)
+    after:  loss, *_ = memeff.linear_divergence_total(
+                h, W, None, g, U, None, None, scale=1 / T, teacher_scale=1 / T, ...)
 
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
@@ -209,7 +210,7 @@ def _refusal(
     info: GraphInfo, match: Divergence | Classes, covered: Sequence[Node]
 ) -> Decline | None:
     """Return the reason why a match is not rewritten, or None. The nodes in `covered` are rewritten
-    together with the match, so these nodes may read the logits.
+    together with the match, so these nodes are allowed to read the logits.
     """
     return (
         _check_sides(info, match)
@@ -290,7 +291,7 @@ def _check_readers(
     """Return a Decline if a node outside of `covered` reads a tensor that the rewrite removes.
 
     `covered` contains the nodes that the rewrite replaces. The rewrite removes, for example, the
-    logits. Other losses and the graph's output may read the logits.
+    logits. A read of the logits by another loss or by the graph's output causes no Decline.
     """
     reader = HeadReader(info)
     tails = TailReader(info, reader)
@@ -340,7 +341,9 @@ def _is_of_side(match: Divergence | Classes, node: Node) -> bool:
 def _row_tensors(match: Divergence | Classes) -> list[Node]:
     """Return those operands of the fused op that have entries for each row (token).
 
-    These are the masks of a divergence, or the class indices of a gather."""
+    For a divergence, which has one number per row, return the masks that multiply this number or
+    set it to zero. For a gather of some classes per row (`Classes`), return the tensor of class
+    indices."""
     return [match.index] if isinstance(match, Classes) else [mask.node for mask in match.masks]
 
 

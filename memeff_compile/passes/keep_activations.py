@@ -318,11 +318,11 @@ def _is_step(node: Node, made: Collection[Node]) -> bool:
 
 
 def _ends(node: Node) -> list[Any]:
-    """Return the ops whose backward pass may read the operands of `node`.
+    """Return the ops whose backward pass may read a value that `node` reads or passes on.
 
-    Usually this is only the node's own op. The backward pass of a reshape or an addition reads no
-    operand. For such a node (an op in `_PASSED_ON`), return the ops of its users instead, which
-    read the result of the reshape or addition.
+    Usually this is only the node's own op. The backward pass of a reshape or an addition (an op in
+    `_PASSED_ON`) reads no operand. But the backward pass of a node that uses the result may read
+    the result. So for a reshape or an addition, return the ops of its users instead.
     """
     found: list[Any] = []
     ways, seen = [node], {node}

@@ -1,6 +1,7 @@
 """Rewrite linear layers with quantised inputs and a ternary weight into memeff::ternary_linear.
 
-The op multiplies the integer codes of input and weight, and adds up the products as integers.
+The op multiplies the integer codes of input and weight, and adds up the products as integers. In
+training, three ops do the work of memeff::ternary_linear, as in this example:
 
     before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
             a = 1 / w.abs().mean().clamp(min=1e-5)
@@ -10,13 +11,14 @@ The op multiplies the integer codes of input and weight, and adds up the product
             packed = memeff.ternary_linear_pack(w, a)
             (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
-The codes of inputs and weights equal those that the model's own operations compute. The op
-memeff::ternary_linear sums the products of codes exactly. A dense linear layer first rounds both
-dequantised operands to the layer's dtype, such as bf16. In training, memeff::ternary_linear saves
-the codes for the backward pass (two bits per weight and eight per input element) instead of two
-full tensors. The backward pass decodes the codes to the values that the model itself would
-multiply. Layers with the same input share the codes of that input. If no gradient is needed, a
-single op quantises the input and multiplies the input by the packed weight.
+Here, `sums` has the sum of each token's codes. The codes of inputs and weights equal those that the
+model's own operations compute. The ops sum the products of codes exactly. A dense linear layer
+first rounds both dequantised operands to the layer's dtype, such as bf16. In training,
+memeff::ternary_linear_product saves the codes for the backward pass (two bits per weight and eight
+per input element) instead of two full tensors. The backward pass decodes the codes to the values
+that the model itself would multiply. Layers with the same input share the codes of that input. If
+no gradient is needed, the single op memeff::ternary_linear quantises the input and multiplies the
+input by the packed weight.
 """
 
 from __future__ import annotations

@@ -121,11 +121,12 @@ def explain_cache(
         group: the number of tokens that are encoded together, as for `KVCache`.
         recent: the minimum number of latest tokens that stay exact, as for `KVCache`.
         keep_first: the number of first tokens that stay exact, as for `KVCache`.
-        merge: as for `KVCache`, None, "minicache" or a `MiniCache`. The last two merge pairs of
-            layers. Merged layers share directions (unit vectors) of older tokens' values, and by
-            default of their keys. With 16 bits, merged layers store these directions without
-            quantising them. `KVCache` refuses `MiniCache(values_only=True)` with 16 bits. If you
-            pass this setting, the function's result for 16 bits counts all layers as unmerged.
+        merge: as for `KVCache`, None, "minicache" or a `MiniCache`. With "minicache" or a
+            `MiniCache`, the cache merges pairs of layers. Merged layers share directions (unit
+            vectors) of older tokens' values, and by default of their keys. With 16 bits, merged
+            layers store these directions without quantising them. `KVCache` refuses
+            `MiniCache(values_only=True)` with 16 bits. If you pass this setting, the function's
+            result for 16 bits counts all layers as unmerged.
         weights: "dense", or the codec with which `compress_` compresses the weights, such as
             "win4".
 
@@ -361,11 +362,11 @@ def _mode(
 
 
 def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
-    """Return the bytes of the means and matrices of two layers that share directions of values.
+    """Return the bytes of the linear maps that make two layers' values in a KV cache similar.
 
-    The directions are unit vectors in the KV cache. The means and matrices make the two layers'
-    values similar, so that one set of directions serves both layers. The bytes are for one
-    sequence. Each layer stores its own keys."""
+    The maps are mean vectors and rotation matrices. With the maps, the two layers share one set of
+    directions (unit vectors) of values. Each layer stores its own keys. The bytes are for one
+    sequence."""
     return op_folder.map_bytes(layout, 1, shape.heads, shape.itemsize, 1)
 
 

@@ -311,9 +311,9 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any, values: Values) -> Any:
     """Return all inputs as fake tensors (without memory) with another batch size and length.
 
-    The values of small inputs are resized in the same way and stored in `values`. The first
-    dimension is repeated or shortened. Other dimensions are shortened, or extended by their last
-    entry.
+    The values of small inputs are resized in the same way and stored in `values`. Along the first
+    dimension, these values are repeated or cut off. Along other dimensions, the values are cut off,
+    or the last value is repeated.
     """
 
     def fake(given: object) -> object:

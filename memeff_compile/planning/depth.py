@@ -40,12 +40,12 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the indices, in the whole list, of all blocks that a captured block represents.
+        """Return the indices of the blocks (layers) that one captured block represents.
 
-        Only some blocks (layers) of a model are captured (traced). `place` is the index of the
-        captured block among these blocks. The first and the last block represent only themselves.
-        Any other captured block also represents the blocks of its kind that are not captured. Their
-        tensors have the same sizes."""
+        The indices are positions in this list of a model's blocks. Only some blocks are captured
+        (traced), and `place` is the position of a block among the captured ones. The first and the
+        last block represent only themselves. Any other captured block also represents the blocks of
+        its kind that are not captured. Their tensors have the same sizes."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)

@@ -184,12 +184,14 @@ def _captured(
     The sizes of a call are batch size and sequence length. The captures show how the sizes of
     buffers depend on batch size and length. If a buffer's size follows no formula in the length,
     the predicted memory holds only for the call's length. For example, a model may round lengths
-    up to whole chunks.
+    up to whole chunks. The same applies if the model does not run at another length.
 
     A prediction that holds only for the call's length may also hold only for the call's batch size.
-    The prediction holds only for the call's batch size if a size follows no formula in the batch
-    size either. The prediction also holds only for this batch size if the model uses values of a
-    tensor as numbers or sizes, such as positions of images.
+    Such a prediction is limited to this batch size in three cases:
+
+    - the size of some buffer follows no formula in the batch size;
+    - the model does not run at another batch size;
+    - the model uses values of a tensor as numbers or sizes, such as positions of images.
     """
     said("what the passes do")
     # Dynamo makes separate graphs for a batch of 1
@@ -366,7 +368,10 @@ class Explanation(VerbReport):
         return pre(f"{self.summary}\n{self.report}{why}") + found + folded(self.text())
 
     def text(self, plan: Plan | None = None) -> str:
-        """Return the passes' rewrites and a plan (the memory of a training step) as text."""
+        """Return the report of the passes, and a plan (the predicted memory of a training step), as
+        text.
+
+        Without `plan`, the text contains no predicted memory."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [f"{s.path}: {s.depth} blocks, read off {len(s.kept)}" for s in self.stacks]
         texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
@@ -382,7 +387,8 @@ class Explanation(VerbReport):
         return "\n\n".join(texts)
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
-        """Return the report of the passes and a plan (the memory of a training step) as JSON."""
+        """Return the report of the passes, and a plan (the predicted memory of a training step), as
+        JSON."""
         data = {
             "model": self.name,
             "parameters": self.before.facts.parameters,

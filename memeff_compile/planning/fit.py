@@ -164,13 +164,17 @@ class Fit(VerbReport):
 
     @property
     def first(self) -> Row | None:
-        """Return the first row of the table whose training setting uses this package and fits into
-        memory. Rows whose settings change the training less come first."""
+        """Return the first row, in this table of training settings, whose setting uses this package
+        and fits into memory, or None.
+
+        Rows whose settings change the training less come first."""
         return next((row for row in self.rows if row.largest_batch and row.kind.is_ours), None)
 
     @property
     def nearest(self) -> Row:
-        """Return the row of the table whose training setting needs the least memory."""
+        """Return the row, in this table of training settings, whose setting needs the least memory.
+
+        If no setting with this package fits into memory, the table's text names this row."""
         return min(
             (row for row in self.rows if row.peak is not None), key=lambda row: row.peak or 0
         )

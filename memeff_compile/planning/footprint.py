@@ -361,7 +361,8 @@ class _Replay:
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
         """Return the nodes whose results depend on a parameter or on random numbers.
 
-        All other results (such as masks) are equal in all blocks, so such results exist only once.
+        All other results (such as masks) are equal in all blocks (layers) of the model. So the
+        prediction counts such results once, not once per block.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
@@ -472,8 +473,9 @@ class _Replay:
         return block, False
 
     def _owners(self, nodes: Iterable[Node]) -> dict[Node, Block | None]:
-        """Return the block of each node; a node without a module path belongs to the block of the
-        node before it.
+        """Return the model's block (repeated layer) to which each node belongs, or None.
+
+        A node without a module path belongs to the block of the node before it.
         """
         found: dict[Node, Block | None] = {}
         last: Block | None = None

@@ -42,8 +42,8 @@ class ServingRow:
 
     @property
     def line(self) -> str:
-        """Return the call of `compile` that applies this row's weight codec (format) and KV cache
-        bits.
+        """Return, as text, the call of `memeff_compile.compile` that applies the weight codec
+        (format) and the KV cache bits of this row of the `fit_serving` table.
 
         The text does not contain the name of the package."""
         options = [] if self.codec == "dense" else [f'weights="{self.codec}"']

@@ -113,8 +113,10 @@ def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """A size in bytes: its formula, and the formula's value at each point (pair of batch size and
-    length) of a `Scale`.
+    """A size in bytes: its formula in batch size and length, and the formula's values at several
+    pairs of batch size and length.
+
+    A `Scale` creates sizes and has the list of these pairs.
     """
 
     formula: sympy.Expr
@@ -123,8 +125,8 @@ class Size:
 
 @dataclass
 class Scale:
-    """Converts sizes to formulas, and to the values of the formulas at several points (pairs of
-    batch size and length)."""
+    """Converts sizes of traced tensors to formulas in batch size and length, and computes the
+    formulas at several points (pairs of batch size and length)."""
 
     told: Told  # the batch and the length in the graphs
     # where to look for the largest moment; the first one is the user's own sizes

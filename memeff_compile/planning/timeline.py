@@ -299,8 +299,9 @@ class Timeline:
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
         """Yield two nodes for each buffer that a kernel writes.
 
-        The first node computes the buffer's values. The second stands for the buffer in this
-        timeline.
+        The first node computes the buffer's values. The second node has the buffer as its value. If
+        the first node's op has several results, the second node is the `getitem` of one result.
+        Otherwise the two nodes are the same.
         """
         for node in kernel.nodes:
             if node in self.fused.inside:

@@ -145,8 +145,10 @@ class _Trial:
     drew: bool
 
     def named(self, inputs: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the outputs, and the values of inputs after the call, with names for the
-        report."""
+        """Return the outputs of this run of a graph, and written inputs after the run, with names.
+
+        Messages about differences use the names. `inputs` has the names of the graph's inputs. A
+        written input is one to which the original or the rewritten graph may write."""
         outputs = [(f"output {place}", value) for place, value in enumerate(self.values)]
         return outputs + [(f"{inputs[p]} after the call", value) for p, value in self.after.items()]
 

@@ -182,8 +182,8 @@ class _Norms:
         return norms
 
     def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Return three sums of squares over a chunk of elements: of the error of `found`, of
-        `truth`, and of the error of `own`.
+        """Return three sums of squares over a chunk of elements: of the errors of `found`, of the
+        values of `truth`, and of the errors of `own`.
 
         `found` is a result of the rewritten graph, and `truth` the original graph's. If `truth` has
         a wider dtype than `found`, `own` is the original graph's result in the dtype of `found`.
@@ -204,8 +204,10 @@ class _Norms:
     def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
         """Return the rewritten graph's error and the allowed error, both divided by `scale`.
 
-        Before this division, the allowed error is the sum of `relative * scale`, `absolute`, and
-        three times the original graph's own error.
+        An error is the norm of the difference from the truth. The truth is the original graph's
+        result, in float64 if the graph can run in float64. Before the division, the allowed error
+        is the sum of `relative * scale`, `absolute`, and three times the original graph's own
+        error. If the field `own` is None, this own error counts as 0.
         """
         allowed = relative * scale + absolute + OWN * (self.own or 0.0)
         own = None if self.own is None else self.own / scale

@@ -43,8 +43,9 @@ class Operand:
 
     @cached_property
     def value(self) -> torch.Tensor:
-        """Return the fake tensor of the operand with all views applied, as the call would receive
-        it."""
+        """Return the fake tensor that an attention call would receive for this operand.
+
+        This is the tensor of `node` after all views in `steps`."""
         value = compat.example_value(self.node)
         with torch.no_grad():
             for op, args in self.steps:
@@ -74,12 +75,14 @@ class Operand:
         return before if same_shape(before.value.shape[:1], self.value.shape[:1]) else None
 
     def written(self, editor: Editor) -> Node:
-        """Insert this operand's views after its node, and return the last view's node."""
+        """Insert nodes for the views that turn this operand's node into an argument of an attention
+        call, and return the last of these nodes."""
         return written(editor, editor.info.current(self.node), self.steps)
 
 
 def written(editor: Editor, node: Node, steps: Sequence[Step]) -> Node:
-    """Insert views after a node, and return the result of the last view."""
+    """Insert nodes that apply views (such as permutations) to a node's result, and return the last
+    of these nodes."""
     for op, args in steps:
         node = editor.call(op, node, *(_argument(editor, each) for each in args))
     return node
@@ -153,9 +156,11 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return query, key or value as an attention call's argument, and whether `base` is used.
+    """Return query, key or value as an attention call's argument, and whether this argument is
+    `base`.
 
-    `base` is the 4D tensor whose batch and heads a view had joined, or None.
+    If a view joined batch and heads of the query, key or value, `base` is the 4D tensor before this
+    view. Otherwise `base` is None.
     """
     node, axes, wanted = given
     if FOLDED not in axes:

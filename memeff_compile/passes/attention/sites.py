@@ -306,9 +306,10 @@ def _site(
 
 
 def _is_for_all(info: GraphInfo, mask: Node | None) -> bool:
-    """Return whether all sequences and heads have the same mask.
+    """Return whether all sequences and heads have the same attention mask.
 
-    Such a mask can be broadcast if the common axis of batch and heads is split into two axes.
+    The attention scores may have one joined axis for batch and heads. If the pass splits this axis
+    into two, the pass can still broadcast such a mask.
     """
     shape = () if mask is None else info.value(mask).shape
     return len(shape) < 3 or compat.statically_true(shape[0] == 1)
@@ -577,9 +578,10 @@ class _Read:
 class _Factors:
     """The numbers by which attention scores are multiplied or divided before the mask is applied.
 
-    In each list, the number that the graph applies last comes first. With a softcap (`tanh`), the
-    lists contain only the numbers that the graph applies before `tanh`. The object does not record
-    the sign of each number, only the sign of their product, because tanh is odd.
+    One list has the multipliers, and the other the divisors. In each list, the number that the
+    graph applies last comes first. With a softcap (`tanh`), the lists contain only the numbers that
+    the graph applies before `tanh`. The object does not record the sign of each number, only the
+    sign of their product, because tanh is odd.
     """
 
     cap: float | None = None  # the scores' factor after `tanh`, without its sign; None: no `tanh`
@@ -681,12 +683,13 @@ def _is_zero(node: Node) -> bool:
 
 
 def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
-    """Return `masking`; if a cast after the mask may change the scores of hidden keys, set the
-    field `dtype` of the result to None.
+    """Return `masking` (how attention scores are masked), without its dtype if a later cast may
+    change the scores of hidden keys.
 
-    The mask gives hidden keys scores that are large negative numbers. A cast to a dtype of a
-    smaller range may turn these numbers into minus infinity. `casts` are the dtypes of all casts
-    between the mask and the softmax.
+    The field `dtype` of `masking` is the dtype in which the mask is applied. The mask gives hidden
+    keys scores that are large negative numbers. A cast to a dtype of a smaller range may turn these
+    numbers into minus infinity. `casts` are the dtypes of all casts between the mask and the
+    softmax.
     """
     assert masking.dtype is not None
     reach = torch.finfo(masking.dtype).max

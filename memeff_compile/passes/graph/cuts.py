@@ -65,9 +65,10 @@ _CROSSES = (torch.Tensor, torch.SymInt)
 
 
 def candidates(info: GraphInfo) -> list[Node]:
-    """Return the graph's nodes that may be distributed over partitions.
+    """Return the nodes that a split of the graph assigns to partitions (smaller graphs).
 
-    If the graph has a size that is known only at run time, return no nodes.
+    These are all nodes except the graph's inputs and output. If the graph has a size that is known
+    only at run time, return no nodes.
     """
     nodes = [node for node in info.gm.graph.nodes if node.op not in ("placeholder", "output")]
     return [] if any("unbacked_bindings" in node.meta for node in nodes) else nodes

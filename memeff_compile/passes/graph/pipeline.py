@@ -90,7 +90,8 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
 
 
 class _Run:
-    """The records and results of the passes on one graph."""
+    """One run of the passes on a graph: the compilation report's records (entries), and the changes
+    that the backend makes after the run."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -101,8 +102,10 @@ class _Run:
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
     def give_up(self, error: Exception) -> None:
-        """Give up the passes on this graph: restore the original graph, and delete all edits and
-        records.
+        """Give up the passes on this graph after an error: restore the original graph.
+
+        Of the compilation report's records (entries), keep those of declined matches and of errors,
+        and add one for this error.
         """
         for module, graph in self.snapshot:
             module.graph = graph
@@ -284,7 +287,10 @@ def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
-    """Return the compilation report's records of a rewrite: for the change, and for each note."""
+    """Return the compilation report's records (entries) of a rewrite.
+
+    The first record is for the rewrite itself. The others are for the pass's notes on the rewrite,
+    for example that logits are deferred."""
     said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
         Record(NOTED, action, code, _sentence(sentence), "", *where)

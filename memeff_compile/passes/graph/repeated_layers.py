@@ -245,12 +245,12 @@ def _keys(info: GraphInfo, pieces: Sequence[Piece]) -> list[Hashable]:
 
 
 def _equate_sizes(info: GraphInfo, pieces: Sequence[Piece], keys: Sequence[Hashable]) -> bool:
-    """Merge sizes that each layer has separately, such as the length of its cache.
+    """Merge symbolic sizes that each layer has separately, such as the length of its KV cache.
 
     Sizes of two layers correspond if their names are equal without the layer number. If layers are
     equal apart from these sizes, and the sizes have equal values in the current call, the sizes are
-    merged into one. Guards make Dynamo compile the graph again if the sizes differ in a later call.
-    Return whether at least two sizes were merged.
+    merged into one symbol. Guards make Dynamo compile the graph again if the sizes differ in a
+    later call. Return whether at least two sizes were merged.
     """
     sizes = size_inputs(info.gm)
     if len(sizes) < LEAST:

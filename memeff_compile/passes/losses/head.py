@@ -351,9 +351,11 @@ class HeadReader:
         return found
 
     def row_operand(self, node: Node) -> Node | None:
-        """Return the operand whose rows `node` moves, casts or detaches.
+        """Return the operand of `node` if the node only moves, copies, casts or detaches values.
 
-        The method looks up the node's op in a table, and does not run the node on fake tensors.
+        For other nodes, return None. The operand is, for example, log-probabilities with one row
+        per token. A move selects, reorders or reshapes values. The method looks up the node's op in
+        a table, and does not run the node on fake tensors.
         """
         reading = read(node)
         if not reading or reading[0].op not in _MOVE_OPS:

@@ -312,8 +312,8 @@ class _Layout:
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
     """Return the memory layout of `group`, graph outputs that are logits and share memory.
 
-    Deferred logits, which are computed only when they are first read, need the same layout. If they
-    cannot have this layout, return the reason.
+    Deferred logits replace these outputs and are computed only when they are first read. Deferred
+    logits need the outputs' layout. If deferred logits cannot have this layout, return the reason.
     """
     base, *others = (_base(info, output) for output in group)
     value = info.value(base.node)

@@ -393,5 +393,8 @@ def broadcast_operand(node: Node) -> Node | None:
 
 
 def class_position(chain: Chain, rank: int) -> int:
-    """Return the classes' dimension in the logits of `chain`, which have `rank` dimensions."""
+    """Return the position of the class dimension in logits with `rank` dimensions.
+
+    `chain` has the output projection that computes the logits, and the nodes that follow it. One of
+    these nodes may move the classes from the last dimension to position 1."""
     return 1 if chain.moved and rank > 1 else max(rank, 1) - 1

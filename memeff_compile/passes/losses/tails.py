@@ -124,11 +124,11 @@ class Picked:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Return the arguments of a `Tail` that describe the class indices of this gather.
+        """Return this gather's class indices as arguments of a `Tail` (a loss or another result of
+        logits).
 
-        A `Tail` describes a loss or another result of the logits. With `wraps`, class indices count
-        modulo the number of classes. With `from_end`, negative class indices count from the last
-        class."""
+        With `wraps`, class indices count modulo the number of classes. With `from_end`, negative
+        class indices count from the last class."""
         return {"target": self.index, "wraps": self.wraps, "from_end": self.from_end}
 
 
