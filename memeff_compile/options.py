@@ -429,13 +429,13 @@ class Options:
     )
     linear_cross_entropy: str = _choice(
         "exact mass block published off",
-        "Compute linear + cross entropy without the rows x vocabulary logits. `mass`, `block` "
-        "and `published` are lossy: in bf16 on a GPU, from a hidden size of 2048 on, "
-        "they drop classes from the gradients of 128 rows at a "
-        "time. `mass` limits the probability mass that a row may lose; `block` uses the threshold "
-        "of the Cut Cross-Entropy paper; both redistribute the lost mass over the kept classes. "
-        "`published` is the paper's own filter: it drops tiles of classes under the threshold and "
-        "redistributes nothing.",
+        "Compute linear + cross entropy without storing the logits (tokens x classes). `mass`, "
+        "`block` and `published` are lossy: in bf16 on a GPU, from a hidden size of 2048 on, they "
+        "drop unlikely classes from the gradients of 128 tokens at a time. `mass` limits the "
+        "probability mass that a token may lose; `block` uses the threshold of the Cut "
+        "Cross-Entropy paper; both redistribute the lost mass over the kept classes. `published` "
+        "is the paper's own filter: it drops blocks of 128 tokens x 128 classes below the "
+        "threshold, and redistributes nothing.",
         by_preset=True,
     )
     linear_cross_entropy_workspace: int = _option(
@@ -536,10 +536,11 @@ class Options:
     ternary: str = _choice(
         "exact off b1.58 a4.8 a4.8-fp4",
         "`exact`: linears with ternary weights (-1, 0 or 1 times a scale) multiply packed "
-        "integers, and save these for the backward pass. `b1.58`, `a4.8` and `a4.8-fp4` are "
-        "recipes: with one of them, `memeff_compile.compile(model, ternary=...)` first calls "
-        "`memeff_compile.ternarize_`, which makes the linears of the model ternary. "
-        "`torch.compile` refuses recipes, because a backend does not see the model.",
+        "integers, and save these for the backward pass. `b1.58` (8-bit inputs of linears), `a4.8` "
+        "and `a4.8-fp4` (mostly 4-bit inputs) are recipes: with one of them, "
+        "`memeff_compile.compile(model, ternary=...)` first calls `memeff_compile.ternarize_`, "
+        "which makes the linears of the model ternary. `torch.compile` refuses recipes, because a "
+        "backend does not see the model.",
     )
     ternary_gate: str = _choice(
         "recompute keep",
