@@ -151,8 +151,8 @@ def _code_directions(
     function encodes the directions. It also stores the lengths (norms) of the keys or values. The
     constant C.NORMS is the number of norms that the function stores per token. With 2, the function
     stores both layers' norms. With 1, the function multiplies the codes' scales (quantization
-    steps) by the lower layer's norm. The function then stores only the upper layer's norm divided
-    by the lower layer's norm.
+    steps and zero points) by the lower layer's norm. The function then stores only the upper
+    layer's norm divided by the lower layer's norm.
     """
     lower, upper = pair
     codes_base, scales_base = made

@@ -90,7 +90,7 @@ class Own(NamedTuple):
     The two layers share directions (unit vectors) of keys and of values, in the tensors of
     `Shared`. All tensors except `norms` have the same meaning as in `Pool`, the cache of one layer.
 
-    Two layers' keys and values are merged one group (`group` tokens) at a time. `norms` is
+    Two layers' keys and values are merged in groups of `group` tokens. `norms` is
     (B, H, groups * group, 2). The tensor contains the norm of the key and of the value of each
     token in these groups. A negative norm of a key marks a token that is stored unmerged.
     """
