@@ -1,7 +1,7 @@
-"""The divergence between a student's and a teacher's output projection, as a plain function.
+"""The divergence between the softmaxes of a student's and a teacher's output projection.
 
-The result equals F.kl_div of the student's and the teacher's softmax, but neither the student's nor
-the teacher's logits are built.
+For the default divergence, the result equals F.kl_div of the two softmaxes. Neither the student's
+nor the teacher's logits are built.
 """
 
 from __future__ import annotations

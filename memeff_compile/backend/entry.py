@@ -189,10 +189,11 @@ def compile(
             mapping of its settings, or "static" for an uncompressed cache. Every later
             `generate()` then uses such a cache, as after `use_kv_cache_`.
         **settings: Options of memeff as keywords: `logits="eager"` sets `memeff.logits`.
-            `weights="win4"` calls `compress_(model, "win4")` before the compilation. Any codec
-            of `compress_` can be passed. `compression_report(model)` returns the report of the
-            compression. `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before the
-            compilation. Any recipe of `ternarize_` can be passed.
+            `weights="win4"` calls `compress_(model, "win4")` before the compilation. The call
+            compresses the bf16 weights of linear layers with the lossless codec `win4`. Any codec
+            (compressed format) of `compress_` can be passed. `compression_report(model)` returns
+            the report of the compression. `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before
+            the compilation. Any recipe of `ternarize_` can be passed.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.

@@ -344,7 +344,8 @@ class _Outputs:
         """Return the results `found` of a replayed CUDA graph, with clones of those that the next
         replay would overwrite.
 
-        `args` are the caller's arguments, as in `handed_out`.
+        `args` are the arguments of this call of the decoding step. If a result is one of the step's
+        inputs, return the caller's tensor in `args` instead.
         """
         copies = list(found)
         for number in self._cloned:

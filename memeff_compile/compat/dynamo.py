@@ -189,7 +189,7 @@ def notes_between_pieces() -> MutableMapping[torch.Tensor, Any] | None:
     While the backend compiles one partition, it stores in the mapping the information that it needs
     to compile later partitions. The keys are the example values of tensors that one partition
     returns and another takes as input. The mapping has weak references to its keys, and exists only
-    during this compilation. Return None if the graph is not split.
+    until all partitions of the graph are compiled. Return None if the graph is not split.
     """
     context: Any = TracingContext.try_get()
     cut = getattr(context, "ddp_optimizer_ctx", None)

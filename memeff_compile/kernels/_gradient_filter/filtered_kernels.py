@@ -440,11 +440,11 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Reorder the per-row numbers from which gradients are computed into the sorted rows' order.
+    """Put the numbers that each row's (token's) gradients need into the rows' sorted order.
 
     A gradient filter drops unlikely classes from gradients. The filters `mass` and `block` sort the
-    rows (tokens) by their estimated probability mass in such classes. For the filter `published`,
-    the rows keep their order.
+    rows by their estimated probability mass in such classes. For the filter `published`, the rows
+    keep their order.
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
@@ -621,13 +621,13 @@ def _gradient_filter_fill_kernel(
 ):
     """Compute the logits of some tiles again, and store the gradients of these logits.
 
-    A tile has the rows (tokens) of one group and some classes. Each row has a factor by which its
-    gradients must still be multiplied. This kernel leaves the factor out. For the weight's
-    gradient, another kernel multiplies a copy of the hidden states by the factor. For the hidden
-    states' gradient, a later kernel multiplies the result by the factor. The gradient filter drops
-    unlikely classes in each group of rows. The stored gradients of these classes are zero. If the
-    constant WHOLE is set, the filter keeps or drops tiles as a whole, and no element of a kept tile
-    is zeroed.
+    A group consists of TILE rows (tokens) that are consecutive in the filter's order of rows. A
+    tile has the rows of one group and some classes. Each row has a factor by which its gradients
+    must still be multiplied. This kernel leaves the factor out. For the weight's gradient, another
+    kernel multiplies a copy of the hidden states by the factor. For the hidden states' gradient, a
+    later kernel multiplies the result by the factor. The gradient filter drops unlikely classes in
+    each group of rows. The stored gradients of these classes are zero. If the constant WHOLE is
+    set, the filter keeps or drops tiles as a whole, and no element of a kept tile is zeroed.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)

@@ -98,8 +98,9 @@ class FilterShapes(NamedTuple):
 def filter_shapes_for(device: torch.device) -> FilterShapes:
     """Return the tile shapes with which a loss with a gradient filter runs on a device.
 
-    A gradient filter drops unlikely classes from a loss's gradients. The tiles divide the logits
-    and the gradients. Without CUDA, the shapes are small ones for Triton's interpreter.
+    A gradient filter drops unlikely classes from a loss's gradients. The kernels compute the
+    logits, and the gradients of logits, hidden states and weight, tile by tile. Without CUDA, the
+    shapes are small ones for Triton's interpreter.
     """
     if device.type != "cuda":
         return FilterShapes(32, 64, 64, 16, (4, 4), (1, 1, 1), 2, 1, is_interpreted=True)
@@ -109,9 +110,9 @@ def filter_shapes_for(device: torch.device) -> FilterShapes:
 def filter_shapes_of(programs: int, *, is_hopper: bool) -> FilterShapes:
     """Return the tile shapes with which a loss with a gradient filter runs on a GPU.
 
-    A gradient filter drops unlikely classes from a loss's gradients. The tiles divide the logits
-    and the gradients. `programs` is the GPU's number of multiprocessors. `is_hopper` says whether
-    its compute capability is 9.0.
+    A gradient filter drops unlikely classes from a loss's gradients. The kernels compute the
+    logits, and the gradients of logits, hidden states and weight, tile by tile. `programs` is the
+    GPU's number of multiprocessors. `is_hopper` says whether its compute capability is 9.0.
     """
     if is_hopper:
         return FilterShapes(128, 256, 128, 64, (8, 4), (3, 3, 5), programs, flatten=True)

@@ -199,7 +199,7 @@ class ScalarLoss(NamedTuple):
 
     @property
     def operands(self) -> Operands:
-        """Return the operands of this loss as `Operands`."""
+        """Return the tensors from which the logits are computed, and the targets, as `Operands`."""
         return Operands(*self[:4], None, self.low, self.up)
 
     @property

@@ -47,7 +47,7 @@ class Shard(NamedTuple):
 
     @property
     def leaves_some_empty(self) -> bool:
-        """Return whether at least one rank has no class."""
+        """Return whether at least one rank has no class of the output projection."""
         return self.chunk * (self.ranks - 1) >= self.classes
 
     def fault(self, rows: int) -> str | None:
@@ -117,8 +117,8 @@ def layout(tensor: Any) -> str:
 def part_of_rank(tensor: Any, summed: int | None = None) -> Tensor:
     """Return a DTensor's local tensor.
 
-    If `summed` is given, each rank's gradient of the local tensor is one term of a sum. DTensor
-    adds these terms over the mesh dimension `summed`.
+    `summed` is a dimension of the device mesh. If it is given, DTensor adds the ranks' gradients of
+    their local tensors over this dimension.
     """
     if summed is None:
         return tensor.to_local()  # type: ignore[no-any-return]

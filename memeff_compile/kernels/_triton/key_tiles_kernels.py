@@ -109,10 +109,10 @@ def edge_tile(index, first, full_first, full_stop):
 
 @triton.jit
 def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Return, for each tile of queries or keys, four numbers that describe its shown positions.
+    """Return four numbers for each tile, about positions that the mask of keys does not hide.
 
-    A position is shown if the mask of keys does not hide it. Without a mask, all positions are
-    shown. The four numbers are:
+    A tile is a block of queries or keys. Positions that the mask does not hide are shown. Without a
+    mask, all positions are shown. The four numbers are:
 
     - whether any position of the tile is shown, and whether all of them are shown;
     - the smallest and the largest sequence id of the shown positions.

@@ -150,7 +150,7 @@ def launch(
 
     The effect is the same as that of `start(kernel, grid, *arguments, **constants)`, which uses
     Triton's own launch. This function finds the compiled kernel by a short key. The key contains
-    `name` instead of the constants.
+    the argument `name` instead of the constants, because `name` determines the constants.
     """
     if not compat.is_compiled(kernel) or _notes.get() is not None:
         start(kernel, grid, *arguments, **constants)
@@ -267,6 +267,8 @@ def launch_plain(
 ) -> None:
     """Run a Triton kernel, and find its compiled form by a short key that contains `name`.
 
+    The argument `name` determines `constants` and the dtype of each tensor.
+
     The function checks only whether the tensors are aligned to 16 bytes. The function `launch` also
     reads the dtypes and devices of the tensors.
     """
@@ -299,7 +301,8 @@ def launch_aligned(
 ) -> None:
     """Run a Triton kernel for tensors that are known to be aligned to 16 bytes.
 
-    The function finds the compiled kernel by a short key that contains `name`.
+    The function finds the compiled kernel by a short key that contains `name`. The argument `name`
+    determines `constants` and the dtype of each tensor.
     """
     runs_compiled = compat.is_compiled(kernel) and _notes.get() is None
     if runs_compiled:

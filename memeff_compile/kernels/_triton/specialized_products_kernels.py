@@ -187,7 +187,8 @@ def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constex
     """Store some columns of a tile of the hidden states' gradient (dE) as a partial sum.
 
     The program with the last partial sum waits for the other partial sums, and adds them to its
-    own. This program then multiplies each row of the total by the row's scale and writes the
+    own. The logits' gradients, from which the sums are computed, still lack one factor per row (the
+    row's scale). So this program multiplies each row of the total by this factor, and writes the
     result.
     """
     grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs

@@ -27,17 +27,18 @@ class Call:
     def scales(self) -> tuple[float, float]:
         """Return two scales that turn products of queries and keys into exponents of 2.
 
-        A kernel first computes raw scores from the products, with the second scale:
+        If the mask is not a bias, neither scale is negative. A kernel then first multiplies the
+        products by the sign of the call's scale (`given.scale`). The kernel computes raw scores
+        from the products, with the second scale:
 
         - If the mask is a bias, a raw score is the product times the second scale, which is then
-          the call's scale (`given.scale`). The bias is added to this raw score.
+          the call's scale. The bias is added to this raw score.
         - With a softcap, the product is multiplied by the second scale. A raw score is the tanh of
           the result.
         - Otherwise a raw score is the product, and the second scale is 1.
 
         The first scale then turns raw scores into exponents of 2. If the mask is a bias, the first
-        scale only converts scores to base 2. Without a bias, neither scale is negative. So the
-        kernel also multiplies products by the sign of the call's scale.
+        scale only converts scores to base 2.
         """
         size = abs(self.given.scale)
         if self.given.is_bias:

@@ -9,10 +9,10 @@ uses this kernel. The kernel is used only for calls of the kind for which it was
 faster than the Triton kernels. As in the Triton kernels, no sum depends on the order in which
 programs run. The backward pass is in `hopper_gradients`.
 
-The kernel takes at least the time of its floating-point operations, as the Triton kernels do.
-Each visible pair of a query and a key takes 4 D operations (D is the head dimension). An H200
-reaches at most 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32 heads, 4096 tokens and
-a head dimension of 128 reaches 593 TFLOP/s.
+The time of the kernel's floating-point operations is a lower bound for the time of the kernel, as
+for the Triton kernels. Each visible pair of a query and a key takes 4 D operations (D is the head
+dimension). An H200 reaches at most 790 TFLOP/s. On an H200, causal attention of 4 sequences, 32
+heads, 4096 tokens and a head dimension of 128 reaches 593 TFLOP/s.
 """
 
 from __future__ import annotations

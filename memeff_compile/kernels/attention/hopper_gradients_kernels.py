@@ -514,9 +514,9 @@ def _key_step(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Add the contribution of a tile of queries to the gradients of some keys and their values.
+    """Add the contribution of a tile of queries to the gradients of 64 keys and their values.
 
-    One group of warps owns these 64 keys.
+    One group of warps owns these keys.
     """
     acc_k, acc_v = sums
     k_memory, v_memory, q_memory, grad_memory, sums_memory, delta_memory = memory

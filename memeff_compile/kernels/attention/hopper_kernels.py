@@ -159,9 +159,9 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
     """Return three numbers for each position of a tile of queries or keys, and two more results.
 
     For a query, the first two numbers are the first and the last key that it sees. For a key, they
-    are the first and the last query that sees the key. The third number is the joint id. The joint
-    ids of a query and a key are equal if neither the mask of keys nor the sequence ids hide the
-    key.
+    are the first and the last query that sees the key. The third number, the joint id, combines the
+    mask of keys and the sequence ids. The joint ids of a query and a key are equal if neither the
+    mask of keys nor the sequence ids hide the key.
 
     The fourth result tells whether a position of the tile sees positions with gaps between them.
     For a tile of queries, the last result is a pointer to the joint ids of the sequence's keys. For
@@ -225,13 +225,13 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
 
 @gluon.jit
 def _nth(index, found):
-    """Return the visited tile with a given index: tiles with hidden keys come first.
+    """Return the visited tile with a given index, in an order with the incomplete tiles first.
 
-    A program combines its own tile with the visited tiles. `found` describes the visited tiles by
-    five numbers:
+    A program combines its own tile of queries or keys with the tiles that it visits. A visited tile
+    is complete if every query of the two tiles sees every key, otherwise incomplete. `found`
+    describes the visited tiles by five numbers:
 
-    - the first visited tile, the first complete tile (without hidden keys), the end of the complete
-      tiles;
+    - the first visited tile, the first complete tile, the end of the complete tiles;
     - the number of incomplete tiles, and the number of all visited tiles.
     """
     first, full_first, full_stop, edges, _ = found
@@ -483,9 +483,10 @@ def _step_forward(
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
-    """Start two products: the scores of a tile, and the previous tile's weights times values.
+    """Start two products: a tile's scores, and the previous tile's softmax weights times values.
 
-    Compute the tile's softmax weights during the second product.
+    A tile is a block of keys and values. Compute the tile's softmax weights during the second
+    product.
     """
     acc, total, largest, p, turns = sums
     q_memory, k_memory, v_memory, _ = memory

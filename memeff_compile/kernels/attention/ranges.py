@@ -53,7 +53,7 @@ CHECKED = 128
 def find(
     call: Call, own: int, others: int, *, ours_are_queries: bool, checked: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Return an int32 table, from which attention kernels read the keys that each query sees.
+    """Return an int32 table that tells attention kernels which keys each query sees.
 
     The kernels combine tiles of `own` queries with tiles of `others` keys. `checked` contains keys,
     values, or both. The table contains, one after another:

@@ -157,9 +157,12 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
     visible tile.
 
     `tile` contains the batch index, a query head, the tile's number and the number of tiles. For a
-    tile of keys, the query head is the first one that attends to these keys. The lengths, bounds
-    and tile sizes are passed as pairs. The first number of a pair belongs to the program's own
-    tile, the second to the visited tiles.
+    tile of keys, the query head is the first one that attends to these keys. `lengths` (numbers of
+    queries or keys) and the tile sizes are pairs. The first number of a pair belongs to the
+    program's own tile, the second to the visited tiles. `bounds_ptr`, `span` and `IS_BOUND` are
+    arguments of `bounds_of`, which finds the range of visited tiles. `span` is the pair of bounds
+    on positions after and before those of the own tile. `IS_BOUND` tells which of the two bounds
+    apply.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(

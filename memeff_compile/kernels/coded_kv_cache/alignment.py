@@ -139,7 +139,7 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the matching heads and the sums from which two layers of a KV cache are aligned.
+    """Return two cache layers' matching heads, and sums of products of the layers' rows.
 
     To align two layers, lower and upper, the upper layer's rows are rotated towards those of the
     lower layer. A row is the key or the value of one token in one attention head. All sequences
@@ -149,9 +149,9 @@ def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tup
     - the sums of outer products of the two layers' rows, over all sequences, (H, 2, D, D).
 
     The orthogonal matrices closest to these sums are the rotations that align the layers. `rows`
-    contains the keys and values of both layers, and `counted` says which tokens count, as in `fit`.
-    `slots` contains the slots that an earlier call chose. If `slots` is None, this call chooses the
-    slots.
+    contains the keys and values of both layers. `counted`, bool (B, N), marks the tokens that the
+    sums include. `slots` contains the slots that an earlier call chose. If `slots` is None, this
+    call chooses the slots.
     """
     batch, heads, _, depth = rows[0].shape
     total = sum_rows(rows, counted)

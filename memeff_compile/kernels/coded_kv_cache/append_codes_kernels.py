@@ -439,7 +439,7 @@ def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexp
 
 @triton.jit
 def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Encode some groups of new keys, or of new values.
+    """Encode the keys, or the values, of some groups of GROUP new tokens.
 
     The cache also stores the first KEPT tokens of a sequence exactly. If some tokens of the encoded
     groups are among these first tokens, the function also copies them.

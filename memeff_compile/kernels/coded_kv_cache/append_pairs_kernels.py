@@ -2,15 +2,15 @@
 """Kernels that append tokens to the caches of two layers, which share unit vectors (directions).
 
 A direction is one unit vector for a token's keys, or values, in both layers. New tokens go to the
-windows of latest tokens. Complete groups of tokens are merged across the two layers. One program
-per sequence and key-value head processes the keys and values of both layers. The reason is that all
-four tensors together decide which rows (keys or values of a token) stay unmerged. A shared
-direction is a weighted sum of a row of the lower layer and a row of the upper layer. The two
-weights follow from three sums over the channels: of the squares in each row, and of the products of
-both rows. So a program reads the rows twice, a few channels at a time. The first time, the program
-computes the sums. The second time, the program computes and encodes the direction. Programs read
-the cache's number of tokens from GPU memory. Of a launch's programs, the one that ends last writes
-the new number of tokens.
+windows, in which each layer stores its latest tokens exactly. Complete groups of tokens are merged
+across the two layers. One program per sequence and key-value head processes the keys and values of
+both layers. The reason is that all four tensors together decide which rows (keys or values of a
+token) stay unmerged. A shared direction is a weighted sum of a row of the lower layer and a row of
+the upper layer. The two weights follow from three sums over the channels: of the squares in each
+row, and of the products of both rows. So a program reads the rows twice, a few channels at a time.
+The first time, the program computes the sums. The second time, the program computes and encodes the
+direction. Programs read the cache's number of tokens from GPU memory. Of a launch's programs, the
+one that ends last writes the new number of tokens.
 
 Two other kernels merge the groups of a prompt. One kernel measures the distances between the rows
 of both layers. Then plain PyTorch chooses the rows that stay unmerged, and the other kernel encodes
@@ -148,10 +148,11 @@ def _code_directions(
     """Merge two layers' keys, or values, of one group of tokens, and encode the result.
 
     The two layers share one direction (unit vector) for a token's keys, and one for its values. The
-    function encodes the directions. It also stores the lengths (norms) of the keys or values. With
-    NORMS == 2, the function stores both layers' norms. With NORMS == 1, the function multiplies the
-    scales of the codes by the lower layer's norm. The function then stores only the upper layer's
-    norm divided by the lower layer's norm.
+    function encodes the directions. It also stores the lengths (norms) of the keys or values. The
+    constant C.NORMS is the number of norms that the function stores per token. With 2, the function
+    stores both layers' norms. With 1, the function multiplies the codes' scales (quantization
+    steps and zero points) by the lower layer's norm. The function then stores only the upper
+    layer's norm divided by the lower layer's norm.
     """
     lower, upper = pair
     codes_base, scales_base = made

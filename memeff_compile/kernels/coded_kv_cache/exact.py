@@ -32,9 +32,9 @@ _KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def announce_exact(keeper: Keeper) -> None:
-    """Register a cache that stores layers exactly, so that reports can name these layers.
+    """Register a cache that stores keys and values of some or all layers exactly, not as codes.
 
-    If a graph reads a tensor of such a layer, the graph's report names the exact layers.
+    If a compiled graph reads a tensor of such a layer, the graph's report names the exact layers.
     """
     _KEEPERS.add(keeper)
 

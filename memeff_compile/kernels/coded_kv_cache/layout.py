@@ -9,9 +9,10 @@ packed as follows in a row of D channels:
 - 2 bits: four channels, D/4 apart, share a byte.
 - 3 bits: first the low two bits of the codes, packed like 2-bit codes, then the third (highest)
   bits, two tokens to a byte. For keys, the tokens are 2t and 2t + 1, for values t and t + group/2.
-  A byte of third bits has those of two tokens for four channels, D/4 apart. In a byte, these
-  channels have the numbers p = 0 to 3. For p = 0 to 2, the first token's third bit is bit 2p + 2.
-  For p = 3, the first token's third bit is bit 0. The second token's third bit is the next bit.
+  Each of these bytes contains the third bits of two tokens in four channels, D/4 apart. In a byte,
+  these channels have the numbers p = 0 to 3. For p = 0 to 2, the first token's third bit is bit
+  2p + 2. For p = 3, the first token's third bit is bit 0. The second token's third bit is the next
+  bit.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ class Own(NamedTuple):
     """The tensors that each of two layers has separately if their keys and values are merged.
 
     The two layers share directions (unit vectors) of keys and of values, in the tensors of
-    `Shared`. Tensors with the same name in `Pool`, a layer's whole cache, have the same meaning.
+    `Shared`. All tensors except `norms` have the same meaning as in `Pool`, the cache of one layer.
 
-    Tokens are merged in groups of `group` tokens. `norms`, (B, H, groups * group, 2), contains the
-    norm of the key and of the value of each token in these groups. A negative norm of a key marks a
-    token that is stored unmerged.
+    Two layers' keys and values are merged in groups of `group` tokens. `norms` is
+    (B, H, groups * group, 2). The tensor contains the norm of the key and of the value of each
+    token in these groups. A negative norm of a key marks a token that is stored unmerged.
     """
 
     k_window: Any
@@ -121,7 +122,7 @@ class SharedValues(NamedTuple):
 class OwnKeys(NamedTuple):
     """The tensors that each of two layers has separately if only their values are merged.
 
-    Tensors with the same name in `Pool`, a layer's whole cache, have the same meaning.
+    The tensors have the same meaning as in `Pool`, the cache of one layer.
     """
 
     k_codes: Any
@@ -160,7 +161,10 @@ class Pair(NamedTuple):
 
 
 class ValuePair(NamedTuple):
-    """All cache tensors of two layers whose values are merged. Each layer has its own keys."""
+    """All cache tensors of two layers whose values are merged. Each layer has its own keys.
+
+    For each merged token and head, the two layers' values share one direction (a unit vector).
+    """
 
     shared: SharedValues
     lower: OwnKeys

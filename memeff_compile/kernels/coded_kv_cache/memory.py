@@ -121,10 +121,10 @@ def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: in
     one direction (unit vector) of their keys and one of their values. The result leaves out the
     linear maps that make the layers' keys and values similar (`map_bytes`). Some tokens stay
     unmerged: each layer stores their keys and values exactly. The layout's `kept` is the number of
-    unmerged tokens for which a head has memory, including the first tokens of the sequence. A pair
-    of layers stores once: the codes, the scales, and the positions of unmerged tokens. Each layer
-    stores norms (lengths of keys and values), a window of latest tokens, and its unmerged keys and
-    values. In 16-bit caches, norms are float16.
+    unmerged tokens for which a head has memory, including the first tokens of the sequence. The two
+    layers share the codes and scales of the directions, and the positions of unmerged tokens. Each
+    layer stores norms (lengths of keys and values), a window of latest tokens, and its unmerged
+    keys and values. In 16-bit caches, norms are float16.
     """
     rows = layout.groups(tokens) * layout.group
     sequences = batch * heads

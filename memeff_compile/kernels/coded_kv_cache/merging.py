@@ -62,10 +62,10 @@ def shared_direction(
     rule: str = "slerp",
     t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
-    """Return the direction that replaces the directions of two layers' rows, in fp32 or fp64.
+    """Return the direction (unit vector) that two layers' rows share, in fp32 or fp64.
 
-    A row is a token's key, or value, in one layer. The result, (..., D), has length one. The
-    function `folded_length` computes each row's length separately.
+    A row is a token's key, or value, in one layer. The result, (..., D), replaces the directions of
+    both rows. The function `folded_length` computes each row's length separately.
     """
     (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
     if rule == "max_norm":
@@ -81,10 +81,11 @@ def shared_direction(
 
 
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
-    """Return the distance, (B, H), beyond which a token's keys and values stay unmerged.
+    """Return the threshold, (B, H), for the distance between a token's rows in two layers.
 
-    If `reading` is `distinct`, tokens above this distance stay unmerged. If `reading` is `similar`,
-    tokens below this distance stay unmerged. Unmerged keys and values are stored exactly. The
+    A row is a key or a value. Beyond the threshold, a token's keys and values stay unmerged. If
+    `reading` is `distinct`, tokens above the threshold stay unmerged. If `reading` is `similar`,
+    tokens below the threshold stay unmerged. Unmerged keys and values are stored exactly. The
     others are merged with another layer's keys and values. `apart` (B, H, N) is the distance
     between two layers' keys, or between their values if it is larger.
 

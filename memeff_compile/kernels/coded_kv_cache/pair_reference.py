@@ -97,7 +97,7 @@ def append(
     sums: alignment.Sums | None = None,  # by which maps are fitted, if not by plain PyTorch
     angles: Tensor | None = None,  # (D / 2,) of the keys' rotary embedding, if it is known
 ) -> None:
-    """Append new tokens to the caches of two merged layers, and merge groups of older tokens.
+    """Append new tokens to the caches of two layers, and merge older tokens across the layers.
 
     Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
     two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged
@@ -191,8 +191,8 @@ def merge(
 def spans_of(x: Tensor, group: int, elements: int = _AT_ONCE) -> list[slice]:
     """Divide the tokens of keys or values, (B, H, n * group, D), into ranges of whole groups.
 
-    A caller merges two layers' tokens range by range, which bounds the temporary memory. In a
-    range, `x` has at most `elements` elements. But a range has at least one group.
+    A caller merges the keys or values of two layers range by range, which bounds the temporary
+    memory. In a range, `x` has at most `elements` elements. But a range has at least one group.
     """
     batch, heads, count, depth = x.shape
     at_once = max(1, elements // max(1, batch * heads * group * depth)) * group

@@ -2,9 +2,9 @@
 the same for the outer product of two keys that move on by the same distance.
 
 A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane. The angle
-is in proportion to the position. So a key that appears again `s` positions later is the same key
-rotated by `s` times the angles. The mean of these rotated keys, over all real `s` from 0 to
-`span`, has a closed form.
+is in proportion to the position. So a key that appears again `s` positions later is the same key,
+rotated in each plane by `s` times the plane's angle per position. The mean of these rotated keys,
+over all real `s` from 0 to `span`, has a closed form.
 """
 
 from __future__ import annotations

@@ -58,10 +58,11 @@ def _take_two(BITS, PART, BYTE):
     """Return assembly code that converts packed codes of one block of channels to numbers.
 
     For codes of fewer than 8 bits, a byte has one code from each channel block. PART is the number
-    of the block whose codes are converted. The codes are those in byte BYTE (0 or 1) of each of two
-    16-bit words. For 3-bit codes, these bytes have only the low two bits, and the third bits come
-    from a second operand. For 3-bit codes of the fourth block, both operands are first shifted. The
-    shift moves the fourth block's bits to the positions from which the third block's bits are read.
+    of the block whose codes are converted. The first operand of the assembly code contains two
+    16-bit words. The codes are those in byte BYTE (0 or 1) of each word. For 3-bit codes, these
+    bytes have only the low two bits, and the third bits come from a second operand. For 3-bit codes
+    of the fourth block, both operands are first shifted. The shift moves the fourth block's bits to
+    the positions from which the third block's bits are read.
     """
     place, is_last = (2, 1) if (BITS, PART) == (3, 3) else (PART, 0)
     width = 2 if BITS == 3 else BITS

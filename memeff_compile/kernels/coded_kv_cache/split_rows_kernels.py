@@ -2,12 +2,13 @@
 """Kernels of the implementation `rows`: attention over directions (vectors of length one) that two
 layers share, each direction with one length per layer.
 
-Program i of n processes tiles i, i + n and so on. The first tiles contain shared directions, the
-next ones the latest tokens. The last tiles contain the unmerged tokens, for which each layer stores
-its own key and value. One softmax covers all these tokens. The kernel multiplies the score of a
-key's direction by the key's length (norm). It multiplies the softmax weight of a value's direction
-by the value's length. Scores have tokens as rows and query heads as columns, as in
-`split_codes_kernels`, whose second kernel combines the partial results.
+The cache's tokens are divided into tiles (blocks). Program i of n processes tiles i, i + n and so
+on. The first tiles contain shared directions, the next ones the latest tokens. The last tiles
+contain earlier tokens without a shared direction (unmerged tokens), for which each layer stores its
+own key and value. One softmax covers all these tokens. The kernel multiplies the score of a key's
+direction by the key's length (norm). It multiplies the softmax weight of a value's direction by the
+value's length. Scores have tokens as rows and query heads as columns, as in `split_codes_kernels`,
+whose second kernel combines the partial results.
 """
 
 from __future__ import annotations

@@ -147,10 +147,11 @@ class Outcome:
     ) -> None:
         """Store the needed and the available lengths of the weight's tensors of variable length.
 
-        These tensors are the weight's lists. Their needed lengths depend on the weight's values. A
-        spill buffer is memory for a value whose codes do not fit. Also store `refuge`, the spill
-        buffer, if there is one. GPU kernels write the needed lengths to its header. If a list is
-        too short, the kernels also write the weight's new value to the spill buffer.
+        These tensors are the weight's lists, such as the list of uncoded elements. Their needed
+        lengths depend on the weight's values. A spill buffer is memory for a value whose codes do
+        not fit. Also store `refuge`, the spill buffer, if there is one. GPU kernels write the
+        needed lengths to its header. If a list is too short, the kernels also write the weight's
+        new value to the spill buffer.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
@@ -175,11 +176,11 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy to the CPU the needed lengths of some coded tensors, without waiting.
+        """Start to copy to the CPU the lengths that the weight's lists need, without waiting.
 
-        These tensors are the weight's lists. Their needed lengths depend on the weight's new value.
-        A spill buffer is CPU memory for a value whose codes do not fit. If there is one, GPU
-        kernels write the lengths to it, and this method copies nothing.
+        A list is a coded tensor whose needed length depends on the weight's new value, such as the
+        list of uncoded elements. A spill buffer is CPU memory for a value whose codes do not fit.
+        If there is one, GPU kernels write the lengths to it, and this method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:
@@ -290,11 +291,11 @@ def encode_soon(
     A codec is a compressed format. The codecs `win4` and `tier` keep the old value's exponent
     windows (ranges of exponents that have a code).
 
-    For the codec `rans`, return whether the codes fitted. The codecs `win4` and `tier` do not make
-    the CPU wait for the GPU, and return an `Outcome`. Its method `fits` waits for the GPU, and
-    returns whether the codes fitted. If the codes did not fit, the tensors are invalid. Then only
-    the spill buffer contains the weight, if there is one. A spill buffer is memory for a weight's
-    new value whose codes did not fit.
+    For the codec `rans`, return whether the codes fitted into `parts`. The codecs `win4` and `tier`
+    do not make the CPU wait for the GPU, and return an `Outcome`. Its method `fits` waits for the
+    GPU, and returns whether the codes fitted. If the codes did not fit, the tensors are invalid.
+    Then only the spill buffer contains the weight, if there is one. A spill buffer is memory for a
+    weight's new value whose codes did not fit.
     """
     patterns = as_patterns(weight) if counts is None else weight
     if form.codec == "rans":

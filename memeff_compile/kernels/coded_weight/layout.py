@@ -254,8 +254,8 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     """Return the position and length of each coded tensor inside a weight's allocation, in 32-bit
     words.
 
-    The tensors are in the order of `Format.parts`. The lists of patches (uncoded elements) have
-    two numbers per word.
+    A compressed weight consists of several tensors, such as codes and signs. The tensors are in the
+    order of `Format.parts`. The lists of patches (uncoded elements) have two numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)

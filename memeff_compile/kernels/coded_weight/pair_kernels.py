@@ -359,10 +359,10 @@ def _coded_weight_pair_shelter_kernel(
 ):
     """Write to a spill buffer how long a weight's COUNT coded tensors of variable length must be.
 
-    These tensors are the weight's lists. Their needed lengths depend on the weight's values. The
-    lengths go to the header of the spill buffer. A spill buffer is memory for weights whose new
-    codes do not fit into their coded tensors. If one of the lists is too short, also write the
-    weight's value to the spill buffer.
+    These tensors are the weight's lists, such as the list of uncoded elements. Their needed lengths
+    depend on the weight's values. The lengths go to the header of the spill buffer. A spill buffer
+    is memory for weights whose new codes do not fit into their coded tensors. If one of the lists
+    is too short, also write the weight's value to the spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:
