@@ -1,4 +1,6 @@
 """Calibration: choose a low-bit format, or `exact`, for each attention call of a model.
 
-The choice is based on measurements with the user's inputs. Calibration does not change the model.
+With a low-bit format, the attention call quantises queries, keys and values. With `exact`, the call
+stays the model's usual attention. The choice is based on measurements with the user's inputs.
+Calibration does not change the model.
 """
