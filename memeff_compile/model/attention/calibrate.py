@@ -124,9 +124,9 @@ class Calibration(VerbReport, dict[str, Any]):
     def to_json(self, *, indent: int | None = None) -> str:
         """Return, as JSON, the low-bit format or `exact` that was chosen for each attention module.
 
-        The JSON also has a score for each scored format: the similarity of the attention's result
-        to the exact result. This object is a dictionary, and the JSON has all of its keys. The
-        option `memeff.attention` accepts this JSON too.
+        The JSON also has statistics of the scores of each scored format. A score is the similarity
+        of the attention's result to the exact result. This object is a dictionary, and the JSON has
+        all of its keys. The option `memeff.attention` accepts this JSON too.
         """
         return json.dumps(self, indent=indent)
 
@@ -454,9 +454,9 @@ def _by_share(
     """Return, for each attention module, the level chosen for each of its calls, in order.
 
     `levels` has two levels. The first is a low-bit format, such as `4b`. The second is a low-bit
-    format or `exact`. For each call, `harms` has a number: how much worse the result is at the
-    first level. The calls with the largest numbers get the second level. They are the fraction
-    `share` of all calls. All other calls get the first level.
+    format or `exact`. For each call, `harms` has a number. The number is larger for a call that the
+    first level harms more. The calls with the largest numbers get the second level. They are the
+    fraction `share` of all calls. All other calls get the first level.
     """
     low, high = levels
     worst = sorted(
