@@ -9,8 +9,9 @@ of deferred logits (logits that are computed when first read) uses only the rows
 `RowGradient` contains.
 
 Code outside of the compiled graph may compute a loss from deferred logits. Then the gradient of
-these logits is a `RowGradient` too. This gradient contains `FusedRows`, a few numbers per row. From
-these, the backward pass of the deferred logits computes the gradients of hidden states and weight.
+these logits is a `RowGradient` too, even if no row is zero. This gradient contains `FusedRows`: a
+few numbers per row instead of one per class. From these numbers, the backward pass of the deferred
+logits computes the gradients of hidden states and weight.
 """
 
 from __future__ import annotations

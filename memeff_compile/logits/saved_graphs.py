@@ -37,9 +37,9 @@ class Around:
     def put_around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `compiled`, a compiled graph, so that it returns the model's results.
 
-        The graph leaves out outputs that are None, and the wrapper returns them again. If `plan` is
-        not empty, the wrapper also turns hidden states into deferred logits (logits that are
-        computed when first read).
+        The graph leaves out outputs that are None, and the wrapper returns them again. The field
+        `plan` lists the outputs that are deferred logits (logits that are computed when first
+        read). If `plan` is not empty, the wrapper also creates these logits from hidden states.
         """
         if self.present is not None:
             compiled = with_missing_outputs(compiled, self.present)
@@ -61,7 +61,7 @@ class SavedGraph:
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: SavedGraph) -> bytes:
-        """Return the inner compiler's artifact (its result) and the wrappers as bytes.
+        """Return, as bytes, the inner compiler's artifact (its result) and the graph's wrappers.
 
         The wrappers turn the compiled graph's outputs into the model's outputs.
         """

@@ -365,12 +365,12 @@ def _derive(
 
 
 def _windows(call: _Call) -> Any:
-    """Run a view operation whose result does not consist of whole rows (all classes of some
-    tokens).
+    """Run a view operation on deferred logits (logits that are computed when first read), if the
+    result does not consist of whole rows (all classes of some tokens).
 
-    Such a result is a slice of classes or a diagonal, for example. When code reads the result, its
-    values are computed as a view of the argument's values. Return None if the result has another
-    dtype than the argument, or is a view with negated values.
+    Such a result is a slice of classes or a diagonal, for example. The result has no values until
+    code reads it. Then the argument's values are computed, and the result is a view of them. Return
+    None if the result has another dtype than the argument, or is a view with negated values.
     """
     view = call.view
     geometry = call.on(view._geometry())
@@ -695,8 +695,8 @@ def _kept(func: Any, *args: Any, **kwargs: Any) -> Any:
 
     Other logits are computed when first read. A copy that requires no gradient, such as
     `logits.detach().cpu()`, is usually read later, when the output projection may have changed. A
-    copy that requires a gradient may be used in a loss that needs no logits, so its values are not
-    computed yet.
+    copy that requires a gradient is not computed yet. A loss may use the copy without its values: a
+    fused loss computes its result from hidden states and the output projection.
     """
     view, *others = args or (kwargs.pop("input"),)
     if view.requires_grad or view.memory.source.ranks is not None:

@@ -29,7 +29,7 @@ class View(Part, Protocol):
     def head(self) -> Head:
         """Return the hidden states of this view's rows (tokens), and the output projection.
 
-        A loss outside of the graph takes the result as its argument."""
+        A loss that is computed outside of the compiled graph takes the result as its argument."""
 
     @property
     def recipe(self) -> LogitsRecipe:

@@ -249,7 +249,7 @@ def first_patches(patches, PATCHES: tl.constexpr):
     """From a range of patches (uncoded elements), load the first PATCHES ones before they are
     needed. So the code that stores these patches does not wait for memory.
 
-    The loaded position of an entry after the last patch is -1.
+    If the range has fewer than PATCHES patches, each remaining loaded position is -1.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
@@ -308,11 +308,11 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the patches (uncoded elements) of one chunk of 8192 weights to the weight's lists.
+    """Write the positions and values of one chunk's patches to two lists.
 
-    The patches have the order of the weights. The compressed format (codec) `tier`, which codes
-    exponents in 2, 4 or 8 bits, uses this kernel. The kernel drops patches beyond the end of the
-    list.
+    A chunk has 8192 weights. Patches are weights whose exponents have no code in the compressed
+    format (codec) `tier`, which codes exponents in 2, 4 or 8 bits. The patches have the order of
+    the weights. The kernel drops patches beyond the end of the lists.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
@@ -337,9 +337,10 @@ def _coded_weight_pair_patches_kernel(
 def write_heading(refuge_ptr, place, needed):
     """Write the number `needed` to the header of a spill buffer, as two 16-bit words.
 
-    `needed` is the length that one of a weight's lists needs. A list is a coded tensor whose needed
-    length depends on the weight's values. The words are entry number `place` in the header. A spill
-    buffer is memory for weights whose new codes do not fit into their coded tensors.
+    A compressed weight has coded tensors whose needed lengths depend on the weight's values.
+    `needed` is the length that one of these tensors needs. The two words are entry number `place`
+    in the header. A spill buffer is memory for weights whose new codes do not fit into their coded
+    tensors.
     """
     tl.store(refuge_ptr + 2 * place, (needed & 0xFFFF).to(tl.int16))
     tl.store(refuge_ptr + 2 * place + 1, (needed >> 16).to(tl.int16))
@@ -404,7 +405,10 @@ def _sign_bytes(pair):
 
 @triton.jit
 def _coded_weight_pair_signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
-    """Write the signs and mantissas of one chunk of weights."""
+    """Copy the sign and mantissa bits of one chunk of bf16 weights from `words_ptr` to `signs_ptr`.
+
+    A chunk has 8192 weights. The kernel runs when a weight is compressed.
+    """
     first = tl.program_id(0).to(tl.int64) * (CHUNK // 8)
     for start in range(0, CHUNK // 8, BLOCK):
         word = start + tl.arange(0, BLOCK)

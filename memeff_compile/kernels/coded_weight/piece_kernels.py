@@ -28,7 +28,8 @@ def _at(program, pieces, weights, ENDS: tl.constexpr, C: tl.constexpr):
     - the weight's allocation, and its gradient's memory, which the updated weight overwrites;
     - the number of the weight's chunks (blocks of 8192 elements);
     - the number of chunks of all earlier weights together;
-    - the number of patches (uncoded elements) for which the allocation has space.
+    - the number of patches for which the allocation has space. Patches are weights that are stored
+      uncompressed, because their exponents have no 4-bit code.
 
     Only this function branches on the weight's index, so that the kernel's other code is compiled
     once, not once per weight.

@@ -32,7 +32,8 @@ class RowTile:
         """Return the tile's compile-time constants for the kernels of `row_kernels`.
 
         The constants are HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES and CHUNKS. A program computes ROWS
-        outputs, and reads WORDS words of codes per row and step. Its rows extend over at most
+        outputs, one per row of the compressed weight. In each step of its loop over the columns, it
+        reads WORDS 32-bit words of exponent codes per row. The program's rows extend over at most
         CHUNKS chunks of 8192 weights. IS_EVEN says that no tile goes beyond the edge of the weight.
         STAGES is the number of pipeline stages.
         """
@@ -140,8 +141,8 @@ def narrow_row_tile(rows: int, processors: int) -> RowTile:
 def _first_busy(tiles: tuple[RowTile, ...], rows: int, processors: int) -> RowTile:
     """Return the first of several candidate tiles with which a kernel runs enough warps.
 
-    Each program of the kernel computes one tile. At least `WARPS_PER_PROCESSOR` warps for each
-    multiprocessor are enough. If no tile reaches this number, return the last tile.
+    Each program of the kernel computes one tile. Enough warps are `WARPS_PER_PROCESSOR` or more
+    for each multiprocessor. If no tile reaches this number, return the last tile.
     """
     for found in tiles:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
@@ -271,7 +272,7 @@ converts all of x. With more columns this takes longer than it saves."""
 
 
 def fits_halves(block: int, columns: int, mantissa: int) -> bool:
-    """Return whether a single token is multiplied by a lossy weight in fp16.
+    """Return whether the product of one token and a lossily compressed weight is computed in fp16.
 
     Fp16 requires that each normaliser (scale) covers at least one whole group of 256 weights. The
     token has `columns` features, which must be at most the limit in `MOST_HALVES`. This limit

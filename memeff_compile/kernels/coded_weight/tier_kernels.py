@@ -54,9 +54,9 @@ def _threes(word):
 
 @triton.jit
 def _window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream of codes from bit `at` on.
+    """Return 64 bits of a stream of exponent codes from bit `at` on.
 
-    The caller uses at most 33 of these bits.
+    The caller uses at most 33 of these bits. Where `is_read` is false, no memory is read.
     """
     word = at >> 5
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
@@ -66,7 +66,8 @@ def _window(stream_ptr, at, is_read):
 
 @triton.jit
 def _long_window(stream_ptr, at, is_read):
-    """Return 64 bits of a stream of codes, starting at bit `at`."""
+    """Return 64 bits of a stream of exponent codes, starting at bit `at`, or 0 where `is_read` is
+    false."""
     word = at >> 5
     shift = (at & 31).to(tl.int64)
     low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF

@@ -54,7 +54,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
 
 
 def columns(tokens: int, itemsize: int) -> int:
-    """Return how many columns of the gradient rows `accumulate` sums at a time.
+    """Return how many columns (features) of the tokens' gradients `accumulate` processes at a time.
 
     For 1024 tokens summed in fp32, the number is 512.
     """

@@ -38,7 +38,8 @@ def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.E
     """Return the bytes that `memeff::gated_linear`, or its backward op, needs while it runs, in
     addition to its arguments and results.
 
-    The forward pass needs a buffer for the product act(gate) * up. The backward pass needs a buffer
-    for the product's gradient, over which the kernel writes the product.
+    The forward pass needs a buffer for the product act(gate) * up. The backward pass also needs one
+    buffer. The buffer first contains the product's gradient, which the kernel overwrites with the
+    product.
     """
     return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)

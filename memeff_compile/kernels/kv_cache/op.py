@@ -107,7 +107,8 @@ def supports_append(
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for a given device and dtype."""
+    """Return which implementation of `memeff::kv_cache_attention` runs for a device and dtype: a
+    key of `ENGINES`."""
     return "split" if kernels_serve(device, dtype) else "reference"
 
 

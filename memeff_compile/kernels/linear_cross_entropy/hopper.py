@@ -16,12 +16,14 @@ slices of SLICE (64) neighbouring numbers. Each slice has one scale, which is a 
 A backward pass by blocks of W classes takes less memory than one by blocks of rows, and supports
 fp16 and a workspace limit. For each block of classes, the kernels write the weight's gradient for
 these classes once. The hidden states' gradient is summed in fp32; each launch adds to each element
-once. In the mode with the least temporary memory, the logits' gradient and the fp32 sums use the
-weight gradient's memory.
+once. A very small workspace limit selects the mode with the least temporary memory. Then the
+logits' gradient and the fp32 sums use rows of the weight gradient's memory that are not yet
+written.
 
-A scalar loss takes three matrix products for each block of rows. The first product writes a matrix
-X, which contains the softmax probabilities up to one factor per row. X is in 16 bits and takes 2RV
-bytes for R rows and V classes. The same product computes the rows' statistics in fp32. From a row's
+Usually, a scalar loss and its gradients are computed together, with three matrix products for each
+block of rows. The backward pass then computes no logits. The first product writes a matrix X, which
+contains the softmax probabilities up to one factor per row. X is in 16 bits and takes 2RV bytes for
+R rows and V classes. The same product computes the rows' statistics in fp32. From a row's
 log-sum-exp, the kernels later compute the row's factor. The products that compute dE and dC
 multiply X by operands that contain this factor. X contains exponentials of the logits minus a
 number per row, usually the logit of the row's target. If a row's largest logit is far from this

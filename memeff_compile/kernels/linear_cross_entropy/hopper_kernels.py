@@ -571,7 +571,8 @@ def _linear_cross_entropy_hopper_loss_kernel(
     C: tl.constexpr,
 ):
     """Without FINAL, check whether the number subtracted from a row's logits (the base) is near the
-    row's largest logit. With FINAL, merge the statistics of each row in a fixed order.
+    row's largest logit. With FINAL, add up each row's sums of exponentials over all tiles of
+    classes, in a fixed order, and compute the row's loss.
 
     If a row's base is too far from the row's largest logit, that logit becomes the new base. If
     ranks split the vocabulary, this kernel only writes the statistics that the ranks exchange, and

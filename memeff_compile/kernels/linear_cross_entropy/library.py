@@ -99,7 +99,10 @@ class Forward(Statistics):
 
 
 class Backward(Differentiating):
-    """A backward pass over blocks of classes, which computes each strip (range) of logits again."""
+    """A backward pass over blocks of classes, which computes the logits of each block again.
+
+    The logits are computed in strips, which are ranges of a block's classes.
+    """
 
     def __init__(
         self,

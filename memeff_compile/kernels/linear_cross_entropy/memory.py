@@ -128,12 +128,12 @@ def bytes_after(
     - for 16-bit inputs and a backward pass, the fp32 sum of the hidden states' gradient (4ND for
       N rows and D features).
 
-    For a block of classes, the bound counts at most half of the vocabulary, rounded up to a
-    multiple of 64 columns. For the implementation `hopper`, this number is rounded up to a multiple
-    of 256 columns. For 16-bit inputs, the implementation `reference` also needs fp32 copies. The
-    bound then adds the copies of the hidden states and of blocks of the weight. For `reference` on
-    a CPU, the bound also adds the copies of the rows that are not ignored. `how` contains the
-    fields of `How`, such as the dtype and the implementation.
+    By default, the bound assumes that a block of classes has at most half of all classes, rounded
+    up to a multiple of 64. For the implementation `hopper`, the half is rounded up to a multiple of
+    256. For 16-bit inputs, the implementation `reference` also needs fp32 copies. The bound then
+    adds the copies of the hidden states and of blocks of the weight. For `reference` on a CPU, the
+    bound also adds the copies of the rows that are not ignored. `how` contains the fields of `How`,
+    such as the dtype and the implementation.
 
     `pieces` contains the bytes of the blocks of logits, and the number of classes in a block. By
     default, `piece_sizes` computes these two numbers. The caller may pass symbols instead, so that

@@ -454,8 +454,8 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
     The buffers contain:
 
     - X (the logits' gradient up to a factor per row);
-    - two fp32 statistics for each row in each tile of X, with as many tiles as if all tiles had the
-      smallest width;
+    - two fp32 statistics for each row in each tile of X (the number of tiles is computed for the
+      smallest tile width);
     - a copy of the block's hidden states, in which each row is multiplied by the factor that turns
       the same row of X into the logits' gradient;
     - partial sums of the hidden states' gradient (dE);
@@ -472,9 +472,9 @@ def walk_bytes(rows: int, height: int, depth: int, vocab: int, shapes: Shapes) -
 def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
     """Return over how many programs the sum for a tile of the hidden states' gradient is divided.
 
-    A tile of the hidden states' gradient (dE) is a long sum over the vocabulary. A block with few
-    rows has few such tiles. With one program per tile, a few programs would still compute dE after
-    all other programs have finished the weight's gradient (dC).
+    A tile of the hidden states' gradient (dE) is a long sum over the vocabulary. A block of few
+    rows (tokens) has few such tiles. With one program per tile, a few programs would still compute
+    dE after all other programs have finished the weight's gradient (dC).
     """
     if rows > TALLEST_SPLIT:
         return 1

@@ -126,7 +126,10 @@ class Part(NamedTuple):
         return settings
 
     def split(self, grads: RowGradients) -> RowGradients:
-        """Convert the gradients of the merged results into gradients of this rank's results.
+        """Convert gradients of the results over all classes to those of this rank's results.
+
+        The results are numbers per row, such as the loss and the log-sum-exp. A rank computes them
+        for its own classes. The results of all ranks are merged into results over all classes.
 
         Gradient descent raises the target's logit on the rank that has the target, and lowers the
         other logits on every rank.
@@ -236,9 +239,9 @@ def loss_of_rank(whole: ScalarLoss, shard: Shard, gather: Callable[[Tensor], Ten
 
     `whole` contains the arguments of the loss op, with targets among the classes of all ranks. In
     the result, a target of this rank is a column of this rank's logits. A target of another rank is
-    a negative number, and so is the target of an ignored row. `gather` is the function that
-    collects numbers from all ranks. The result's field `ranks` calls `gather` once per block of
-    rows."""
+    a negative number, and so is the target of an ignored row. The function `gather` collects
+    log-sum-exps and losses from all ranks. The loss op calls `gather` once per block of rows,
+    through the result's field `ranks`."""
     target, rows = whole.target, whole.target.numel()
     owner = (target.clamp(min=0) // shard.chunk).clamp(max=shard.ranks - 1)
     within = (target % shard.chunk).clamp(max=shard.columns - 1)

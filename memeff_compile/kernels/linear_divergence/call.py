@@ -1,5 +1,5 @@
-"""The arguments and results of a divergence between a student's and a teacher's softmax, and the
-sizes of blocks of rows.
+"""The arguments and results of the op for divergences between a student's and a teacher's softmax.
+The module also computes the sizes of the blocks of rows (tokens) that the op processes.
 
 The implementations `reference` and `kept_logits` compute the divergence. In variable names, N
 stands for rows (tokens), R for rows of a block, and V for classes. D and K stand for features of
@@ -296,8 +296,8 @@ def slots_for(
 def lent_rows(weight: Sequence[int], columns: int, tile: int, itemsize: int) -> int:
     """Return how many rows of temporary values fit into the memory of a weight's gradient.
 
-    The temporary values of a row are the teacher's logits, and the maxima and sums of exponentials
-    of the tiles of student and teacher.
+    Each row's logits of student and teacher form tiles of `tile` classes. The temporary values of a
+    row are the teacher's logits, and each tile's maximum and sum of exponentials.
     """
     return (
         weight[0] * weight[1] * itemsize // (columns * kept_bytes(itemsize) + 16 * columns // tile)

@@ -144,10 +144,11 @@ class _Walk(ABC):
 
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
-        """Compute the logits and the results of the rows `here`, which are one block of rows.
+        """Compute the logits and the results of one block of rows (tokens), those in `here`.
 
-        The student's logits are stored in the buffer number `slot`. If gradients are requested, the
-        gradient of the student's logits overwrites the logits there.
+        A row's result is its divergence, or its numbers for the chosen classes. The student's
+        logits are stored in the buffer number `slot`. If gradients are requested, the gradient of
+        the student's logits overwrites the logits there.
         """
 
     def student(self, slot: int, here: slice) -> Tensor:

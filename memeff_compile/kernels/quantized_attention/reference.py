@@ -426,10 +426,10 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
 
     In the mean, a value usually has the weight 1. The queries may have a large common mean that is
     not subtracted from them. Then a value's weight is the softmax weight of its key for that common
-    mean. The mean error is over whole blocks of keys: those with a key that a causal mask or a
-    sliding window allows. Tiles of QUERY_ROWS queries share a mean error. The queries are those
-    from `first` up to, not including, `stop`. The result has the shape (B, G, queries, D), for G
-    key-value heads and the head dimension D.
+    mean. The queries of a tile of QUERY_ROWS queries share a mean error. The mean is over whole
+    blocks of keys. A block counts if a causal mask or a sliding window allows one of its keys for
+    any query of the tile. The queries are those from `first` up to, not including, `stop`. The
+    result has the shape (B, G, queries, D), for G key-value heads and the head dimension D.
 
     The softmax weights of a query sum to 1, so an error that all values share appears unchanged in
     attention's output.

@@ -279,7 +279,10 @@ def attend(
     *,
     shape: shapes.Shape | None = None,  # the tile, by default the result of `shape_for`
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes, like `reference.attend`."""
+    """Return attention over the keys that no mask excludes, and each query's log-sum-exp.
+
+    The log-sum-exps are empty if `settings` does not request them.
+    """
     made = pack(q, k, v, given, settings)
     if shape is None:
         is_plain = made.correction is None or settings.starts

@@ -63,7 +63,8 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Rearrange the int8 codes of M tokens into four planes: from (M, K) to (M, 4, 4 * words).
+    """Rearrange the int8 codes (quantised inputs) of M tokens into four planes: from (M, K) to (M,
+    4, 4 * words).
 
     Each byte of packed weights has four 2-bit fields. Plane j contains the codes that are
     multiplied by field j. Here, words is the number of 32-bit words in a row of packed weights.
@@ -77,9 +78,10 @@ def to_planes(codes: Tensor) -> Tensor:
 
 
 def from_planes(planes: Tensor, columns: int) -> Tensor:
-    """Undo `to_planes`: return the int8 codes of M tokens in the order of columns, (M, columns).
+    """Undo `to_planes`: return the codes of M tokens in the order of columns, (M, columns).
 
-    Plane j contains the codes that are multiplied by 2-bit field j of each byte of packed weights.
+    The int8 codes are the layer's quantised inputs. Plane j contains the codes that are multiplied
+    by 2-bit field j of each byte of packed weights.
     """
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
@@ -162,8 +164,9 @@ def _nearest_fp4(scaled: Tensor) -> Tensor:
 def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     """Return the exact products of (M, K) codes and packed weights, as (M, N) float32 or float64.
 
-    Float32 adds integers exactly, in any order, as long as the absolute value of every sum is at
-    most 2 ** 24. If a sum could be larger, the function computes in float64.
+    The codes are the integers to which the layer's inputs were quantised. Float32 adds integers
+    exactly, in any order, as long as the absolute value of every sum is at most 2 ** 24. If a sum
+    could be larger, the function computes in float64.
     """
     columns = codes.shape[1]
     dtype = torch.float32 if 128 * columns <= EXACT_IN_FLOAT else torch.float64

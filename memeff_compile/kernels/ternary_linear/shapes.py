@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels for ternary linear layers: rows and tokens per program, and warps."""
+"""Tile sizes of the kernels for ternary linear layers: rows of the weight, tokens, and warps."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def multiplies_by_dots(tokens: int, words: int, rows: int) -> bool:
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """For up to 4 tokens that a separate kernel quantised, return the product's tile sizes.
+    """Return the tile sizes for multiplying up to 4 quantised tokens by ternary weights.
 
-    The result also contains the number of warps. On an H200, the returned tile sizes and numbers of
-    warps were the fastest. `words` is the number of 32-bit words in a row of weights. `rows` is the
-    number of rows of all matrices of the launch.
+    A separate kernel has quantised the tokens. The result also contains the number of warps. On an
+    H200, the returned tile sizes and numbers of warps were the fastest. `words` is the number of
+    32-bit words in a row of weights. `rows` is the number of rows of all matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:

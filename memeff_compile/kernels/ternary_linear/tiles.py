@@ -296,7 +296,10 @@ def product(
     bias: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Return the product of quantised tokens and one matrix, computed as in `products`."""
+    """Multiply quantised tokens (`codes`, `scale`, `sums`) by one ternary matrix, and add the bias.
+
+    `packed` and `weight_scale` are the matrix. `settings` are keyword arguments of `products`.
+    """
     return products(codes, scale, sums, [packed], [weight_scale], [bias], **settings)[0]
 
 

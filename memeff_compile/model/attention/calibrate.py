@@ -122,11 +122,11 @@ class Calibration(VerbReport, dict[str, Any]):
         return "\n".join([note, *rows])
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return, as JSON, the chosen level of each attention module, and the levels' scores.
+        """Return, as JSON, the low-bit format or `exact` that was chosen for each attention module.
 
-        A level is a low-bit format, such as `8b`, or `exact`. A score is the similarity of the
-        attention's result at a level to the exact result. The JSON has all keys of this dictionary.
-        The option `memeff.attention` accepts this JSON too.
+        The JSON also has statistics of the scores of each scored format. A score is the similarity
+        of the attention's result to the exact result. This object is a dictionary, and the JSON has
+        all of its keys. The option `memeff.attention` accepts this JSON too.
         """
         return json.dumps(self, indent=indent)
 
@@ -451,12 +451,12 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return, for each attention module, the levels of its calls, in order.
+    """Return, for each attention module, the level chosen for each of its calls, in order.
 
     `levels` has two levels. The first is a low-bit format, such as `4b`. The second is a low-bit
-    format or `exact`. For each call, `harms` has a number: the harm of the first level in the call.
-    The calls with the largest numbers get the second level. They are the fraction `share` of all
-    calls. All other calls get the first level.
+    format or `exact`. For each call, `harms` has a number. The number is larger for a call that the
+    first level harms more. The calls with the largest numbers get the second level. They are the
+    fraction `share` of all calls. All other calls get the first level.
     """
     low, high = levels
     worst = sorted(

@@ -52,17 +52,18 @@ class FidelityReport(VerbReport):
         settings: the settings of the cache that was compared with an exact cache.
         pairs: a dictionary for each pair of adjacent layers. A pair of layers that a cache can
             merge has a dictionary too, even if sliding-window layers lie between the two layers.
-            The dictionary's `layers` are the numbers of the two layers. For `keys` and for
-            `values`, the dictionary describes the cosines between the vectors of the same token in
-            the two layers. The dictionary has their mean, their 5th percentile, and a histogram
-            with `BINS` bins from -1 to 1. Its `aligned` contains the mean cosines of `keys` and of
-            `values` after an alignment. The alignment subtracts means, matches the heads of the two
-            layers, and rotates the vectors of the upper layer. The dictionary's `has_window` says
-            whether one of the two layers has a sliding window (such layers stay exact and never
-            merge). A pair that can be merged has `kl` if `each_pair` was passed and the measured
-            cache merges layers. `kl` belongs to a cache that merges only this pair. `kl` is the
-            mean KL divergence, in nats, of the next-token probabilities with that cache from those
-            with an exact cache.
+            For older tokens, two merged layers share directions (unit vectors) of values, and of
+            keys unless `values_only` is set. The dictionary's `layers` are the numbers of the two
+            layers. For `keys` and for `values`, the dictionary describes the cosines between the
+            vectors of the same token in the two layers. The dictionary has their mean, their 5th
+            percentile, and a histogram with `BINS` bins from -1 to 1. Its `aligned` contains the
+            mean cosines of `keys` and of `values` after an alignment. The alignment subtracts
+            means, matches the heads of the two layers, and rotates the vectors of the upper layer.
+            The dictionary's `has_window` says whether one of the two layers has a sliding window
+            (such layers stay exact and never merge). A pair that can be merged has `kl` if
+            `fidelity_report` had `each_pair=True` and the measured cache merges layers. `kl`
+            belongs to a cache that merges only this pair. `kl` is the mean KL divergence, in nats,
+            of the next-token probabilities with that cache from those with an exact cache.
         attention: for each attention call of the model, the `mean` and the `worst` cosine between
             its results with the exact cache and with the measured cache. Empty if the model never
             calls scaled_dot_product_attention, or if the number of calls differs between the runs
@@ -74,14 +75,15 @@ class FidelityReport(VerbReport):
             cache.
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
-        merged: the result of `KVCache.merged` for the last input: the numbers of merged and of
-            unmerged tokens for each pair of merged layers.
-        codes: the `bits`, `kl` and `ratio` of other caches, for comparison. The list `codes` is
-            empty if the measured cache does not merge layers. Of the caches in `codes`, only the
-            last merges layers. One has as many bits as the measured cache, one has 3, and one has 2
-            (equal caches appear once). Another has 3 bits for keys and 2 for values (its entry has
-            `value_bits`). The last also has these bits, and merges the values of all layers in
-            pairs (its entry has `values_merged`).
+        merged: the result of `KVCache.merged` for the last input: for each pair of merged
+            layers, the number of tokens in merged groups and the number of tokens that stayed
+            unmerged. For an unmerged token, the two layers share no directions.
+        codes: the `bits` per coded number, `kl` and `ratio` of other caches, for comparison. The
+            list `codes` is empty if the measured cache does not merge layers. Of the caches in
+            `codes`, only the last merges layers. One has as many bits as the measured cache, one
+            has 3, and one has 2 (equal caches appear once). Another has 3 bits for keys and 2 for
+            values (its entry has `value_bits`). The last also has these bits, and merges the values
+            of all layers in pairs (its entry has `values_merged`).
         maps: for each pair in `pairs`, two tensors that align the upper layer with the lower one,
             fitted to all inputs. The first of a pair's two tensors, (heads, 2, depth, depth), has
             the rotations of keys and of values. The second has, for each head of the upper layer,
@@ -124,11 +126,12 @@ class FidelityReport(VerbReport):
         """Return the `start_layer` and `end_layer` of `MiniCache` with which merging `count`
         consecutive pairs of layers costs least.
 
-        The cost is the sum of the pairs' errors. The error of a pair is the KL divergence (`kl` in
-        `pairs`) with a cache that merges only this pair. Return None if the errors of single pairs
-        were not measured. `fidelity_report` measures these errors only with `each_pair=True`, and
-        only for a cache that merges layers. Also return None if fewer than `count` consecutive
-        pairs exist.
+        The cost is the sum of the pairs' errors. The error of a pair is its `kl` in the
+        report's `pairs`. This number is the KL divergence of the next-token probabilities from
+        those with an exact cache, if a cache merges only this pair. Return None if the errors of
+        single pairs were not measured. `fidelity_report` measures these errors only with
+        `each_pair=True`, and only for a cache that merges layers. Also return None if fewer than
+        `count` consecutive pairs exist.
         """
         measured = sorted((*pair["layers"], pair["kl"]) for pair in self.pairs if "kl" in pair)
         found = []
@@ -381,9 +384,9 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return as text an entry of the report's `codes`: the settings and results of one cache.
+    """Return one cache's settings and results as text, from an entry of a report's `codes`.
 
-    The report compares the measured cache with the caches in `codes`.
+    The entry describes a cache with which the report compares the cache that the user asked about.
     """
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
@@ -414,9 +417,10 @@ class _Gathered:
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
         """Record the measurements of another cache, for comparison with the measured cache.
 
-        `which` contains the settings of the other cache, an entry of the report's list `codes`. The
-        measurements are the other cache's bytes, `size`, and the KL divergence of the next-token
-        probabilities with this cache from those with the exact cache."""
+        `which` contains the settings of the other cache, an entry of the report's list `codes`.
+        `found` is the model's run with the other cache, and `exact` the run with an exact cache.
+        The measurements are the other cache's bytes, `size`, and a KL divergence: of the next-token
+        probabilities in `found` from those in `exact`."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size
