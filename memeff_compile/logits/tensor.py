@@ -395,8 +395,8 @@ def _windows(call: _Call) -> Any:
 def _same_rows(call: _Call) -> DeferredLogits | None:
     """Return a view that keeps all rows (tokens) of deferred logits in order.
 
-    Deferred logits are computed when first read. The view operations that keep all rows are alias,
-    detach, and reshapes of leading dimensions."""
+    Deferred logits are computed when first read. The view operations that keep all rows in order
+    are alias, detach, and reshapes of leading dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:

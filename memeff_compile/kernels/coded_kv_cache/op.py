@@ -256,9 +256,9 @@ def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Take `means`, `turns` and `slots` out of the last arguments of an op, and return them.
 
     These tensors make the keys and values, or only the values, of a layer and another layer
-    similar. `means` contains the means of keys and values, `turns` contains rotation matrices, and
-    `slots` contains the indices of matching heads. The result contains None for each tensor that
-    the op did not get.
+    similar. `means` contains the means of these keys and values, `turns` contains rotation
+    matrices, and `slots` contains the indices of matching heads. The result contains None for each
+    tensor that the op did not get.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots

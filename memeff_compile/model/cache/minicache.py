@@ -190,12 +190,12 @@ class MiniCache:
     def capacity(self, tokens: int) -> int:
         """Return how many tokens may stay unmerged when two layers of a KV cache are merged.
 
-        Two merged layers share directions (unit vectors) of a token's values, and of its keys
-        unless `values_only` is set. For a token that stays unmerged, each layer stores its own key
-        and value. `tokens` is the length of the cache. Tokens can be merged when they leave the
-        memory for the latest tokens. The result does not count the latest tokens, or a sequence's
-        first `keep_first` tokens. With the default settings, 328 unmerged tokens fit into a cache
-        with a length of 32768.
+        Two merged layers share directions (unit vectors) of a token's keys and of its values. For a
+        token that stays unmerged, each layer stores its own key and value. `tokens` is the length
+        of the cache. Tokens can be merged when they leave the memory for the latest tokens. The
+        result does not count the latest tokens, or a sequence's first `keep_first` tokens. With the
+        default settings, 328 unmerged tokens fit into a cache with a length of 32768. If
+        `values_only` is set, the result is not used.
         """
         return math.ceil(self.retained * tokens)
 

@@ -99,10 +99,10 @@ class _Queue:
         """Return a free region of `count` elements in CPU memory for a new value of a weight.
 
         The codes (the compressed form) of the new value are written to the memory of the old codes.
-        If they do not fit, the GPU copies the new value to the region. The region lies in a ring of
-        spill buffers. This queue contains new values whose codes the CPU has not checked yet. If no
-        region is free, first wait for the GPU, and check whether the codes of the oldest values in
-        this queue fitted. The check frees a value's region. Without a ring, return None.
+        If the new codes do not fit, the GPU copies the new value to the region. The region lies in
+        a ring of spill buffers. This queue contains new values whose codes the CPU has not checked
+        yet. If no region is free, first wait for the GPU, and check whether the codes of the oldest
+        values in this queue fitted. The check frees a value's region. Without a ring, return None.
         """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
