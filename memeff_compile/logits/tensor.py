@@ -393,8 +393,10 @@ def _windows(call: _Call) -> Any:
 
 
 def _same_rows(call: _Call) -> DeferredLogits | None:
-    """Run view operations on deferred logits that keep all rows (tokens) in order: alias, detach,
-    and reshapes of leading dimensions."""
+    """Return a view that keeps all rows (tokens) of deferred logits in order.
+
+    Deferred logits are computed when first read. The view operations that keep all rows in order
+    are alias, detach, and reshapes of leading dimensions."""
     view = call.view
     geometry = call.on(view._geometry())
     if geometry.dim() == 0 or geometry.shape[-1] != view.dims[-1]:
@@ -406,8 +408,10 @@ def _same_rows(call: _Call) -> DeferredLogits | None:
 
 
 def _some_rows(call: _Call) -> Any:
-    """Run view operations on deferred logits that select rows (tokens): slice, select, unbind and
-    split of a leading dimension."""
+    """Select rows (tokens) of deferred logits, which are computed when first read.
+
+    The view operations that select rows are slice, select, unbind and split of a leading
+    dimension."""
     view, args = call.view, call.args
     takes_dim_first = call.func in (aten.slice.Tensor, aten.select.int, aten.unbind.int)
     place = 0 if takes_dim_first else 1
@@ -423,8 +427,9 @@ def _some_rows(call: _Call) -> Any:
 
 
 def _permuted(call: _Call) -> DeferredLogits:
-    """Run permutations of deferred logits, which can move the vocabulary to another dimension and
-    back."""
+    """Permute the dimensions of deferred logits, which are computed when first read.
+
+    A permutation can move the vocabulary to another dimension and back."""
     view = call.view
     geometry = call.on(view._geometry())
     order = call.on(torch.empty(tuple(range(len(view.dims))), device="meta")).shape

@@ -362,7 +362,7 @@ class _Replay:
         """Return the nodes whose results depend on a parameter or on random numbers.
 
         All other results (such as masks) are equal in all blocks (layers) of the model. So the
-        prediction counts such results once, not once per block.
+        formulas for a training step's memory count equal results once, not once per block.
         """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}

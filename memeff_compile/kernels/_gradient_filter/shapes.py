@@ -38,12 +38,12 @@ class FilterShapes(NamedTuple):
     """Tiles, warps and pipeline stages of the gradient filters' kernels on one kind of GPU.
 
     A gradient filter drops unlikely classes from a loss's gradients. The filter chooses these
-    classes separately for each group of `rows` rows (tokens). To score classes, logits are computed
-    in tiles of `columns` classes. The hidden states' gradient (dE) is a matrix product in tiles of
-    `rows` tokens x `product_columns` features. The weight's gradient (dC) is a matrix product in
-    tiles of `rows` classes x `product_columns` features. A multiprocessor runs `per_processor`
-    programs that compute products at the same time. If there are two, one multiplies while the
-    other reads and writes dC.
+    classes separately for each group of `rows` rows (tokens). To choose the classes, the filter
+    computes logits in tiles of `columns` classes. The hidden states' gradient (dE) is a matrix
+    product in tiles of `rows` tokens x `product_columns` features. The weight's gradient (dC) is a
+    matrix product, whose tiles have `product_columns` features too. For dC, `rows` is the number of
+    classes in a tile. A multiprocessor runs `per_processor` programs that compute products at the
+    same time. If there are two, one multiplies while the other reads and writes dC.
     """
 
     rows: int

@@ -71,11 +71,11 @@ def _weights(raw, sums, scale):
 
 @gluon.jit
 def _query_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a given round.
+    """Return the tile of queries whose gradient a program computes in a given round.
 
-    In each round, every program computes one tile. Also return the sequence and the head of the
-    tile of queries. The program combines this tile with tiles of keys. The last result describes
-    the tiles of keys by five numbers:
+    In each round, every program computes the gradient of one tile. Also return the sequence and the
+    head of the tile of queries. The program combines this tile with tiles of keys. The last result
+    describes the tiles of keys by five numbers:
 
     - the first tile of keys, the first complete one (without hidden keys), the end of the complete
       tiles;
@@ -409,11 +409,12 @@ def _attention_hopper_gradients_query_kernel(
 
 @gluon.jit
 def _key_tile(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of keys that a program computes in a given round.
+    """Return the tile of keys whose gradients a program computes in a given round.
 
-    In each round, every program computes one tile. The tile's sequence and key head are returned
-    too, first as one combined index, then as two indices. The program combines the tile of keys
-    with tiles of queries. The last result describes the tiles of queries by five numbers:
+    In each round, every program computes the gradients of one tile of keys and of their values. The
+    tile's sequence and key head are returned too, first as one combined index, then as two indices.
+    The program combines the tile of keys with tiles of queries. The last result describes the tiles
+    of queries by five numbers:
 
     - the first tile of queries, the first complete one (without hidden keys), the end of the
       complete tiles;

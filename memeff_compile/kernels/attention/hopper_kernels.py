@@ -262,9 +262,9 @@ def _is_within(ours, other):
     """Return which of the positions `other` lie in the visible range of each position of `ours`.
 
     A program combines its own tile of queries with visited tiles of keys, or the other way around.
-    `ours` describes the positions of the own tile. `other` contains the positions of a visited
-    tile. A query and a key see each other if the query attends to the key. A position's visible
-    range extends from the first to the last position that it sees.
+    `ours` contains the visible range of each position of the own tile. `other` contains the
+    positions of a visited tile. A query and a key see each other if the query attends to the key. A
+    position's visible range extends from the first to the last position that it sees.
     """
     _, low, high, _, _ = ours
     other = gl.expand_dims(other, 0)
@@ -277,9 +277,9 @@ def _is_same(ours, joint_ids):
     the key.
 
     The program combines its own tile of queries with visited tiles of keys, or the other way
-    around. `ours` describes the positions of the own tile. `joint_ids` contains the joint ids of a
-    visited tile. The joint ids of a query and a key are equal if neither the mask of keys nor the
-    sequence ids hide the key. So the function compares joint ids.
+    around. Element 3 of `ours` contains the joint id of each position of the own tile. `joint_ids`
+    contains the joint ids of a visited tile. The joint ids of a query and a key are equal if
+    neither the mask of keys nor the sequence ids hide the key. So the function compares joint ids.
     """
     return gl.expand_dims(ours[3], 1) == gl.expand_dims(joint_ids, 0)
 
@@ -321,11 +321,11 @@ def _clear_hidden(memory, told, tile, C: gl.constexpr):
 
 @gluon.jit
 def _queries_of(turn, ranges_ptr, work, C: gl.constexpr):
-    """Return the tile of queries that a program computes in a given round.
+    """Return the tile of queries whose output a program computes in a given round.
 
-    In each round, every program computes one tile. Also return the sequence and the head of the
-    tile of queries. The program combines this tile with tiles of keys. The last result describes
-    the tiles of keys by five numbers:
+    In each round, every program computes the output of one tile. Also return the sequence and the
+    head of the tile of queries. The program combines this tile with tiles of keys. The last result
+    describes the tiles of keys by five numbers:
 
     - the first tile of keys, the first complete one (without hidden keys), the end of the complete
       tiles;

@@ -41,8 +41,9 @@ def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
     numbers per query.
 
     The formula omits two small amounts. On Hopper, large calls round the number of queries up to a
-    multiple of 128. Calls with sequence ids or a mask of keys need a table while a kernel runs. The
-    table of a Triton kernel tells which tiles of queries and keys to combine, with 16 bytes per
+    multiple of 128. Calls with sequence ids or a mask of keys need a table while a kernel runs.
+    Each program of a Triton kernel has its own tile of queries or of keys. The table of a Triton
+    kernel tells which tiles to combine with a program's own tile. That table has 16 bytes per own
     tile and sequence. The table of a kernel in Gluon tells which keys each query sees, or which
     queries see each key. The table of a kernel in Gluon has about 16 bytes per position of each
     sequence, rounded up to a multiple of 128 positions. All heads share this table. The kernels in

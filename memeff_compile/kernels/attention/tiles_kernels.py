@@ -96,15 +96,17 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the number of the visited tile with a given index, and a number for the next call.
+    """Return the tile that a program visits at the loop index `index`, and a later tile.
 
-    A program combines its own tile with the visited tiles. If MASKED, `index` counts the partly
-    visible tiles, otherwise the fully visible tiles.
+    A program combines its own tile with the visited tiles. A tile's number is its position along
+    the sequence. The loop visits the partly visible tiles if MASKED, otherwise the fully visible
+    ones. The first result is the number of the tile to visit.
 
     With a mask tensor (C.HAS_MASK), the tile numbers come from a list. The last element of `visits`
-    is then the number to return, which the caller loaded one iteration earlier. The second result
-    is the tile number at the index `following`. Without a mask tensor, the index of a fully visible
-    tile is its number.
+    is then the first result, because the caller loaded this number one iteration earlier. The
+    second result is the tile number at the index `following`. The caller passes the second result
+    in `visits` of the next call. Without a mask tensor, the second result is unused. `index` is
+    then the number of a fully visible tile, or the place among the partly visible tiles.
     """
     first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index

@@ -3,10 +3,10 @@ implementation, fake tensors.
 
 A cache consists of ten tensors, the *pool*, which every op takes in the same order.
 `layout.Layout.shapes` returns their shapes. `coded_kv_cache_append` returns no tensor. The op
-writes to all tensors of the pool except `places`, the positions of each sequence's first tokens.
-The caller sets these positions before the call. The other ops only read the pool. The ops have no
-backward pass, because they are meant for generation. If a gradient is requested, the ops raise an
-error.
+writes to all tensors of the pool except `places`. The cache stores each sequence's first tokens
+exactly, and `places` contains the positions of these tokens in the cache. The caller sets these
+positions before the call. The other ops only read the pool. The ops have no backward pass, because
+they are meant for generation. If a gradient is requested, the ops raise an error.
 """
 
 from __future__ import annotations
@@ -253,11 +253,12 @@ def _fake_append(*args: Any) -> None:
 
 
 def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return a layer's linear maps from the last arguments of an op.
+    """Take `means`, `turns` and `slots` out of the last arguments of an op, and return them.
 
-    The maps make the keys and values, or only the values, of this layer and another layer similar.
-    The maps are means, rotations and the indices of matching heads. The result contains None for
-    each map that the op did not get.
+    These tensors make the keys and values, or only the values, of a layer and another layer
+    similar. `means` contains the means of these keys and values, `turns` contains rotation
+    matrices, and `slots` contains the indices of matching heads. The result contains None for each
+    tensor that the op did not get.
     """
     means, turns, slots = (*args, None, None, None)[:3]
     return means, turns, slots
@@ -266,9 +267,10 @@ def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
     """Return a sentence that says why `maps` do not fit a layer's cache, or None if they fit.
 
-    The linear maps make the keys and values, or only the values, of this layer and another layer
-    similar. The function checks the shapes, dtypes, devices and memory layout of the maps. It also
-    checks which maps are passed together.
+    `maps` are the means, rotation matrices and indices of matching heads that make the keys and
+    values, or only the values, of this layer and another layer similar. The function checks the
+    shapes, dtypes, devices and memory layout of the maps. It also checks which maps are passed
+    together.
     """
     batch, heads, _, depth = window.shape
     means, turns, slots = maps

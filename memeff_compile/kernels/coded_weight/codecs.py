@@ -723,8 +723,9 @@ def products(
 ) -> list[Tensor]:
     """Multiply one token by several weights with 4-bit exponent codes (codec `win4`).
 
-    Return (1, N) bf16 for each weight. If possible, one launch multiplies by all weights. Each
-    weight uses the same tiles as in `product`, so the results are equal bit for bit.
+    Return (1, N) bf16 for each weight. If possible, one launch multiplies by all weights. The
+    function `product` multiplies by a single weight. Here, each weight uses the same tiles as in
+    `product`, so the results equal those of `product` bit for bit.
     """
     x, weights = _aligned(x), list(zip(parts, biases, sizes, strict=True))
     tiles = [setting_of(1, shape, x.device, form) for shape in sizes]

@@ -156,12 +156,12 @@ def padded(count: int) -> int:
 
 
 def sampled(count: int) -> int:
-    """Return n, where the codec `win4` counts exponents in every n-th run of 16,384 elements.
+    """Return n: to compress a weight, exponents are counted in every n-th run of 16,384 elements.
 
     The codec `win4`, a compressed format for weights, has codes for 15 neighbouring exponents. To
-    choose these exponents, the codec counts how often each exponent occurs in the weight. A run is
-    a block of consecutive elements. `count` is the weight's number of elements. With n = 1, the
-    codec reads all elements.
+    choose these exponents, the codec counts how often each exponent occurs in these runs. A run is
+    a block of consecutive elements of the weight. `count` is the weight's number of elements. With
+    n = 1, the codec reads all elements.
     """
     return max(1, padded(count) // (RUN * SAMPLED_RUNS))  # 14 for 14336 * 4096
 

@@ -2,11 +2,12 @@
 """The two kernels of the implementation `split`. Each program of the first kernel attends to a
 share of the keys. The second kernel combines the partial results.
 
-The rows of a tile are pairs (query, query head) that share one key-value head, so each key and
-value is loaded once. Program i of n processes the key tiles i, i + n, i + 2n and so on. The program
-skips the tiles after the last key that any of its rows may attend to. So of the n programs for the
-same rows, each processes at most one tile more than another, however full the cache is. Programs
-without tiles end immediately. The second kernel sums the partial results in a fixed order.
+Each row of a program's tile of queries belongs to one pair (query, query head). The rows of the
+tile share one key-value head. So the program loads each key and value of its share once for all
+rows. Program i of n processes the key tiles i, i + n, i + 2n and so on. The program skips the tiles
+after the last key that any of its rows may attend to. So of the n programs for the same rows, each
+processes at most one tile more than another, however full the cache is. Programs without tiles end
+immediately. The second kernel sums the partial results in a fixed order.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 

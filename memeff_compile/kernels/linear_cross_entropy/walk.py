@@ -61,7 +61,8 @@ class Call(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An implementation of linear + cross entropy: a module, and the conditions for using it."""
+    """An implementation of linear + cross entropy: its Python module, and the conditions for its
+    use."""
 
     name: str  # of its module
     how: str

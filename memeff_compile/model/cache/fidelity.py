@@ -483,8 +483,9 @@ class _Gathered:
     def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
         """Return the fidelity report, which compares the measured cache with an exact one.
 
-        `settings` contains the settings of the measured cache. `merged` is the result of its method
-        `KVCache.merged` for the last input.
+        `settings` contains the settings of the measured cache. `merged` has a dictionary for
+        each pair of merged layers, with the numbers of merged and unmerged tokens. The measured
+        cache's method `KVCache.merged` returned `merged` for the last input.
         """
         whole = {of: torch.cat(parts) for of, parts in self.parts.items()}
         cosines = [found for of, found in whole.items() if of[0] == "attention"]

@@ -188,14 +188,14 @@ class MiniCache:
         return None if self.fidelity is None else self.fidelity.maps.get(pair)
 
     def capacity(self, tokens: int) -> int:
-        """Return for how many tokens each of two merged layers may store its own key and value.
+        """Return how many tokens may stay unmerged when two layers of a KV cache are merged.
 
-        `tokens` is the length of the cache. When tokens leave the memory for the latest tokens, two
-        layers can merge these tokens' keys and values. The layers then share directions (unit
-        vectors). For a token that stays unmerged, each layer stores its own key and value. The
-        latest tokens, which are not merged yet, and a sequence's first `keep_first` tokens do not
-        count. With the default settings, 328 unmerged tokens fit into a cache with a length of
-        32768.
+        Two merged layers share directions (unit vectors) of a token's keys and of its values. For a
+        token that stays unmerged, each layer stores its own key and value. `tokens` is the length
+        of the cache. Tokens can be merged when they leave the memory for the latest tokens. The
+        result does not count the latest tokens, or a sequence's first `keep_first` tokens. With the
+        default settings, 328 unmerged tokens fit into a cache with a length of 32768. If
+        `values_only` is set, the result is not used.
         """
         return math.ceil(self.retained * tokens)
 

@@ -96,12 +96,13 @@ class _Queue:
             self._ring = make_refuge(size, weights[0].device)
 
     def place_for(self, count: int) -> Tensor | None:
-        """Return a free region of `count` elements in the ring of spill buffers in CPU memory.
+        """Return a free region of `count` elements in CPU memory for a new value of a weight.
 
-        The GPU copies a new weight to the region if the weight's codes do not fit into the memory
-        of the old codes (the compressed form). If no region is free, first wait for the GPU, and
-        check whether the codes of the oldest new weights in this queue fitted. The check frees a
-        weight's region. Without a ring, return None.
+        The codes (the compressed form) of the new value are written to the memory of the old codes.
+        If the new codes do not fit, the GPU copies the new value to the region. The region lies in
+        a ring of spill buffers. This queue contains new values whose codes the CPU has not checked
+        yet. If no region is free, first wait for the GPU, and check whether the codes of the oldest
+        values in this queue fitted. The check frees a value's region. Without a ring, return None.
         """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:

@@ -141,7 +141,8 @@ def _borders(info: GraphInfo) -> dict[Node | None, list[Node]]:
 def _give_residual(nodes: Sequence[Node], place: int, end: int) -> list[Node]:
     """Add a normalization's inputs to the outputs of the partition that contains the normalization.
 
-    The normalization consists of the nodes from `place` to `end`. Only those inputs of the
+    The graph is split between layers, and a partition contains the nodes between two splits. The
+    normalization consists of the nodes from `place` to `end`. Only those inputs of the
     normalization that other nodes compute, such as the residual, become outputs of the partition.
     The function returns these inputs. The next layer reads the added outputs. After the last
     layer, no layer reads them, but the partition returns them too, so that all partitions have the

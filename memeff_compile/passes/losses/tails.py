@@ -67,14 +67,14 @@ class Tail:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """Return the tensors that this loss, or other result of the logits, reads in addition to
-        the logits."""
+        """Return the tensors that this node reads in addition to the logits: targets and class
+        weights."""
         return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
     @property
     def name(self) -> str:
-        """Return the name that reports use for a loss of this kind, or for another result of the
-        logits."""
+        """Return the name that reports use for this node, which computes a loss, an argmax or
+        another result from logits."""
         if self.node is self.chain.head.node:
             return "linear_cross_entropy"
         if self.kind in ENTROPIES:
