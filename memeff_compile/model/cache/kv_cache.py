@@ -200,7 +200,8 @@ class KVCache(Cache):
         graph for such a prompt.
 
         If compiled code cannot use this cache, the method does nothing. Attention over such a cache
-        has no mask, so a prompt of one token would also attend to empty positions.
+        has no mask. A prompt of one token that ran as a decoding step would then also attend to
+        empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -265,9 +266,10 @@ class KVCache(Cache):
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
-        """Return the key and value tensors of the layers that are neither quantised nor merged.
+        """Return the key and value tensors of the layers that store all tokens exactly.
 
-        All layers with a sliding window belong to these layers."""
+        The other layers store codes, or are merged with another layer. All layers with a sliding
+        window store their tokens exactly."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
