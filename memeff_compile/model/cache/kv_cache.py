@@ -266,10 +266,10 @@ class KVCache(Cache):
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
-        """Return the key and value tensors of the layers that store all tokens exactly.
+        """Return the key and value tensors of the layers that are neither quantised nor merged.
 
-        The other layers store codes, or are merged with another layer. All layers with a sliding
-        window store their tokens exactly."""
+        A merged layer shares directions (unit vectors) of keys or values with another layer. No
+        layer with a sliding window is quantised or merged."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
