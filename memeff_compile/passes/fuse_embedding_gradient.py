@@ -151,7 +151,7 @@ class FuseEmbeddingGradient(GraphPass):
         """Return formulas for the bytes that the embedding's gradient needs, before and after the
         rewrite.
 
-        Without the rewrite, a buffer is as large as the embedding's weight.
+        Without the rewrite, the gradient needs buffers with the shape of the embedding's weight.
         """
         weight = info.value(match.weight)
         n, d, v, b, held = sympy.symbols("N D V B V_r", integer=True, positive=True)

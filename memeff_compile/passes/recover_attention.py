@@ -402,8 +402,8 @@ def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
     """Insert a call of an attention op for attention that the model writes as several nodes.
 
-    Queries, keys and values are cast to the dtype of the original result. Under
-    autocast, the original queries, keys and values may have another dtype."""
+    Queries, keys and values are cast to the dtype of the original result. Under autocast, the
+    original queries, keys and values may have another dtype."""
     old = info.value(site.node)
     operands = (site.query, *(plan.bases or (site.key, site.value)))
     query, key, value = (operand.written(editor) for operand in operands)

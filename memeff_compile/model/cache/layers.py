@@ -533,9 +533,8 @@ class CodedLayer(InPlace):
         """Return the tensors, such as rotations, that make two layers' keys or values similar.
 
         Two such layers are merged: they share directions (unit vectors) of keys or values. The
-        tensors are the
-        last arguments of the ops that decode the cache or attend to the cache. The result is empty
-        if the layer has no such tensors.
+        tensors are the last arguments of the ops that decode the cache or attend to the cache. The
+        result is empty if the layer has no such tensors.
         """
         return ()
 

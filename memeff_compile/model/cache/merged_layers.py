@@ -121,9 +121,9 @@ class Pair:
         """Remove all tokens from the state that two merged layers share.
 
         With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
-        and values similar. The maps are reset to the identity. If a result of `fidelity_report` was
-        passed as `MiniCache(fidelity=...)`, its rotations and its pairing of heads for these layers
-        are then copied to the maps. `starts`, (B, H), contains the position of each
+        and values similar. The maps are reset to the identity. `MiniCache(fidelity=...)` may be a
+        result of `fidelity_report` that has rotations and a pairing of heads for these layers. If
+        so, both are then copied to the maps. `starts`, (B, H), contains the position of each
         sequence's first token.
         """
         self.parked = None

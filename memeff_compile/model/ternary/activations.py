@@ -158,9 +158,9 @@ class _StandIn:
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
         """Run the MLP's forward with stand-ins for its modules; return the down projection's input.
 
-        The gate and up projections return `first` and `second`, in the order of `into`. The modules
-        in `own` run as they are, by their names in the MLP. If the forward does not have the
-        expected form, return an empty tensor."""
+        The gate and up projections return `first` and `second`, in the order of `into`. `own` maps
+        names of the MLP's modules to the modules that run under these names. If the forward does
+        not have the expected form, return an empty tensor."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}

@@ -102,7 +102,7 @@ class GraphPass(ABC):
     edits the graph only through its argument `editor`, an `Editor`, which can undo edits. The
     pipeline verifies the result, and undoes the edits of a match if the editor raises an error. A
     match may be any object, such as a node. `find` yields the matches. `places` returns
-    the nodes of a match whose modules `memeff.skip` may name.
+    nodes of a match. If `memeff.skip` names the module of one of these nodes, the match is skipped.
 
     Attributes:
         name: the name of the pass in reports, in `memeff.skip` and in `memeff.strict`.
