@@ -87,8 +87,9 @@ def _is_number(value: object, kinds: type | tuple[type, ...] = (int, float)) -> 
 
 
 def _nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
-    """Return the candidates that are most similar to `name`, ignoring case, dashes and a missing
-    prefix."""
+    """Return the candidates that are most similar to `name`.
+
+    Case and the prefix `memeff.` are ignored, and a dash equals an underscore."""
     plain = {_plain(candidate): candidate for candidate in candidates}
     close = difflib.get_close_matches(_plain(name), plain, n=count, cutoff=0.6)
     return [plain[match] for match in close]
@@ -205,8 +206,10 @@ _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
 
 
 def _check_attention(key: str, value: object) -> object:
-    """Accept the name of an attention mode, or a calibration table that gives each attention call a
-    level (a low-bit format)."""
+    """Return a valid value of the attention option, and raise OptionError for any other value.
+
+    Valid values are "exact", "off", a level (the name of a low-bit format), and a calibration table
+    that gives each attention call a level."""
     if not isinstance(value, Mapping):
         return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"))
     levels = value.get("levels", value)

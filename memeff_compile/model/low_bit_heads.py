@@ -82,7 +82,7 @@ class Undo(VerbReport, AbstractContextManager["Undo"]):
         return f"{self.verb}: {self.what}"
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the name of the function that changed the model, and a summary, as JSON."""
+        """Return JSON with a summary of the change, and the name of the function that made it."""
         return json.dumps({"verb": self.verb, "summary": self.summary}, indent=indent)
 
     def __call__(self) -> None:

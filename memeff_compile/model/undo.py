@@ -22,9 +22,10 @@ def undo(model: nn.Module) -> Changes:
     - compressed weights, and linear layers that `ternarize_` changed. Compressed and ternary
       weights become dense, with exactly the values that they have at the time of this call.
 
-    Weights that were rounded (`compress_(mantissa=3)`), packed (`pack_ternary_`) or rotated
-    (`rotate_hidden_states_`) cannot be restored; the report lists them under `left`, with the
-    reason. Modules that another backend compiled stay compiled. A second call makes no changes.
+    The original values of some weights cannot be restored: weights that were rounded
+    (`compress_(mantissa=3)`), packed (`pack_ternary_`) or rotated (`rotate_hidden_states_`). The
+    report lists these weights under `left`, with the reason. Modules that another backend compiled
+    stay compiled. A second call makes no changes.
 
     Args:
         model: the model, possibly wrapped by PEFT, or the wrapper that `torch.compile` returned for

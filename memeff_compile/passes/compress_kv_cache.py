@@ -277,9 +277,9 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether the value of `node` reaches `end` through a few nodes.
+    """Return whether one path of at most `MAX_CHAIN` nodes leads from `node` to `end`.
 
-    No node outside of this path may use the value or the results on the path.
+    No node outside of this path may use the results of nodes before `end`.
     """
     for _ in range(cached.MAX_CHAIN):
         if node is end:

@@ -148,8 +148,11 @@ class FuseEmbeddingGradient(GraphPass):
         return None
 
     def gain(self, info: GraphInfo, match: Table) -> Gain:
-        """Return a formula for the bytes of buffers as large as the table, before and after the
-        rewrite."""
+        """Return formulas for the bytes that the embedding's gradient needs, before and after the
+        rewrite.
+
+        Without the rewrite, the gradient needs buffers with the shape of the embedding's weight.
+        """
         weight = info.value(match.weight)
         n, d, v, b, held = sympy.symbols("N D V B V_r", integer=True, positive=True)
         parts = op_folder.parts_of(weight)[0]

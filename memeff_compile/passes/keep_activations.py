@@ -102,7 +102,10 @@ Products = tuple[Product, ...]  # results in one checkpoint body
 
 
 class KeepActivations(GraphPass):
-    """The pass that chooses the results which checkpoints save; each checkpoint is one match."""
+    """The pass that chooses the results which activation checkpoints save.
+
+    A match is one checkpoint whose body has results to save.
+    """
 
     name = "keep_activations"
 
@@ -224,7 +227,7 @@ def _readable(info: GraphInfo) -> Iterator[Product]:
 
 
 def _within(products: Iterable[Product], limit: int) -> Iterator[Node]:
-    """Yield the results that fit into `limit` bytes.
+    """Yield nodes whose results, saved by checkpoints, together fit into `limit` bytes.
 
     Results whose recomputation would take the most time per byte come first. Among results with
     equal time per byte, those of later blocks come first. The backward pass frees their memory

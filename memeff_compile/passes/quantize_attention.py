@@ -87,9 +87,10 @@ class Site:
 
     @property
     def level(self) -> str:
-        """Return the precision level of this attention call, such as "8b", as text for the report.
+        """Return the precision level of this attention call, such as "8b" (8 bits).
 
-        If the level changes between executions of this call, the text lists the levels in order."""
+        The compilation report shows this text. If the level changes between executions of this
+        call, the text lists the levels in order."""
         if len(self.levels) == 1:
             return self.levels[0]
         return "by call: " + ", ".join(
@@ -344,9 +345,9 @@ def _not_faster(node: Node, why: str) -> Decline:
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
-    """Cast the operands to the dtype of the original call's result, and insert the low-bit call.
+    """Insert a call of the low-bit attention op, and return the node that has its result.
 
-    Return the node with the result of the low-bit call."""
+    Queries, keys and values are first cast to the dtype of the original attention's result."""
     dtype = info.value(site.node).dtype
     operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
     operands += site.asked.tables

@@ -394,15 +394,16 @@ def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand,
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
-    """Return a remark for the report if the speed of the new call was not compared with the
-    original call's."""
+    """Return a remark for the report if the speed of the inserted attention op was not compared
+    with the speed of the original nodes."""
     return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
-    """Insert the new call; cast its queries, keys and values to the dtype of the original result.
+    """Insert a call of an attention op for attention that the model writes as several nodes.
 
-    Under autocast, the original queries, keys and values may have another dtype."""
+    Queries, keys and values are cast to the dtype of the original result. Under autocast, the
+    original queries, keys and values may have another dtype."""
     old = info.value(site.node)
     operands = (site.query, *(plan.bases or (site.key, site.value)))
     query, key, value = (operand.written(editor) for operand in operands)

@@ -118,7 +118,7 @@ class Target(NamedTuple):
 
     @property
     def gpu(self) -> Gpu:
-        """Return the features of the GPU for which the plan is made."""
+        """Return the features of the GPU for which memory is planned."""
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
@@ -128,7 +128,7 @@ class Target(NamedTuple):
 
 
 def target_of(device: str, gpu: str | None) -> Target:
-    """Return the device for which a plan is made; raise ExplainError if the device does not
+    """Return the device for which memory is planned; raise ExplainError if the device does not
     exist."""
     if device not in ("cuda", "cpu"):
         raise ExplainError(f"device is {device!r}; it can be 'cuda' or 'cpu'.")

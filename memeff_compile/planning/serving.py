@@ -70,7 +70,8 @@ class ServingFit(VerbReport):
     """The table that `fit_serving` returns.
 
     Each row combines a codec (format) of weights with a number of bits of the KV cache. The row has
-    the longest context and the largest batch that fit into memory."""
+    the longest context that fits into memory with `batch` sequences, and the largest batch that
+    fits with `length` tokens per sequence."""
 
     name: str  # of the model
     memory: int  # bytes of one GPU

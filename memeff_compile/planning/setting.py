@@ -83,7 +83,8 @@ class Facts:
 class Moment:
     """A moment of a step at which memory can be largest: its name, and the memory in use.
 
-    In a `Footprint`, this memory does not include the weights and the optimizer state."""
+    In the result of `moments`, this memory includes the weights and the optimizer state. In a
+    `Footprint`, the input of `moments`, it does not."""
 
     place: str
     parts: Parts

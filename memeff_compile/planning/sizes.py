@@ -31,7 +31,7 @@ LEAST_BATCH, LEAST_LENGTH = 11, 13
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batch size (per GPU) and length of a call; the length is 1 if inputs have one dimension."""
+    """Batch size (per GPU) and sequence length of a model call; the length of 1-d inputs is 1."""
 
     batch: int
     length: int
@@ -210,9 +210,9 @@ def taken(first: Values, second: Iterable[int]) -> Values:
 def points_around(batch: int, length: int, told: Told) -> list[Point]:
     """Return several pairs of batch size and length near the user's pair, which comes first.
 
-    `told` has the batch size and the length of the traced graphs. `told.batch` is None if the sizes
-    of buffers do not show how the buffers grow with the batch size. In this case, all pairs have
-    the user's batch size. The same applies to `told.length` and the user's length.
+    `told` has the batch size and the length of the traced graphs. `told.batch` is None if the
+    graphs do not show how the sizes of their buffers grow with the batch size. In this case, all
+    pairs have the user's batch size. The same applies to `told.length` and the user's length.
     """
     wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
     long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}

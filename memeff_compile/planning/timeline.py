@@ -108,7 +108,7 @@ def _is_view(node: Node) -> bool:
 
 @dataclass
 class Kernel:
-    """A predicted kernel: its nodes, and the buffers that it reads."""
+    """A kernel that Inductor is expected to run: its graph nodes, and the buffers that it reads."""
 
     nodes: list[Node]
     reads: set[Node]

@@ -233,9 +233,9 @@ class Comparison:
         outputs.
 
         The groups are outputs with one element, deferred logits (computed when first read), and
-        other outputs. With the first group, the values of all outputs are also compared. The graphs
-        run in the model's dtypes and in float64. Return the names of all groups, each with the
-        indices of its outputs.
+        other outputs. In the call for outputs with one element, also compare the values of all
+        outputs. The graphs run in the model's dtypes and in float64. Return the names of all
+        groups, each with the indices of its outputs.
         """
         positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)

@@ -183,7 +183,10 @@ def _to_whom(names: set[str]) -> str:
 
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
-    """Inside this context, do not count computations of a graph's logits."""
+    """Undo, at the end of this context, the counts that `use` got inside it.
+
+    `use` counts how a graph's deferred logits, which are computed when first read, were used.
+    """
     before = None if use is None else use.copy()
     try:
         yield

@@ -200,7 +200,8 @@ class KVCache(Cache):
         graph for such a prompt.
 
         If compiled code cannot use this cache, the method does nothing. Attention over such a cache
-        has no mask, so a prompt of one token would also attend to empty positions.
+        has no mask. A prompt of one token that ran as a decoding step would then also attend to
+        empty positions.
         """
         for layer in self.layers if self.is_compileable else ():
             if isinstance(layer, InPlace) and layer.is_initialized:
@@ -267,7 +268,8 @@ class KVCache(Cache):
     def exact_tensors(self) -> list[Tensor]:
         """Return the key and value tensors of the layers that are neither quantised nor merged.
 
-        All layers with a sliding window belong to these layers."""
+        A merged layer shares directions (unit vectors) of keys or values with another layer. No
+        layer with a sliding window is quantised or merged."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 

@@ -99,8 +99,10 @@ class InPlace(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new tokens; if the cache was empty, return only the new tokens, otherwise all
-        tokens."""
+        """Write new tokens to the layer, and return the keys and values to which attention applies.
+
+        If the layer was empty, return the given keys and values themselves. Otherwise return the
+        keys and values of the layer's old and new tokens."""
         new = key_states, value_states
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new):
             refuse(
@@ -528,11 +530,11 @@ class CodedLayer(InPlace):
         return self._view()
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the tensors, such as rotations, that make two merged layers' vectors similar.
+        """Return the tensors, such as rotations, that make two layers' keys or values similar.
 
-        Two merged layers share directions (unit vectors) of keys or values. The tensors are the
-        last arguments of the ops that decode the cache or attend to the cache. The result is empty
-        if the layer has no such tensors.
+        Two such layers are merged: they share directions (unit vectors) of keys or values. The
+        tensors are the last arguments of the ops that decode the cache or attend to the cache. The
+        result is empty if the layer has no such tensors.
         """
         return ()
 

@@ -2,8 +2,8 @@
 
 The two layers of a pair, the lower (earlier) and the upper one, are merged. Per token and head,
 they store one common direction (unit vector) of their keys and one of their values. Each layer also
-stores the lengths of its own keys and values. A group of `group` tokens is merged once at least
-`recent` later tokens exist (both are settings of `KVCache`).
+stores the lengths of its own keys and values. A group of `group` tokens is merged as soon as
+at least `recent` later tokens exist (both are settings of `KVCache`).
 
 In a forward pass, attention of a pair's lower layer runs before the upper layer's keys and values
 exist. So the tokens wait in the lower layer:
@@ -68,10 +68,10 @@ class Pair:
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return two merged layers' shared tensors in the order of an op's arguments.
+        """Return the tensors that two merged layers share.
 
-        The op appends tokens to the cache. The tensors include the common directions (unit vectors)
-        of keys and values."""
+        The order is that of the arguments of the op that appends tokens to the cache. The tensors
+        include the common directions (unit vectors) of keys and values."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
@@ -121,8 +121,9 @@ class Pair:
         """Remove all tokens from the state that two merged layers share.
 
         With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
-        and values similar. The maps are reset to the identity, or to the rotations and the pairing
-        of heads from `MiniCache(fidelity=...)`. `starts`, (B, H), contains the position of each
+        and values similar. The maps are reset to the identity. `MiniCache(fidelity=...)` may be a
+        result of `fidelity_report` that has rotations and a pairing of heads for these layers. If
+        so, both are then copied to the maps. `starts`, (B, H), contains the position of each
         sequence's first token.
         """
         self.parked = None
@@ -175,10 +176,10 @@ class MergedLayer(CodedLayer):
         yield from super().tensors()
 
     def own(self) -> list[Tensor]:
-        """Return the tensors that only this layer has, in the order of an op's arguments.
+        """Return the tensors that only this layer has.
 
-        The op appends tokens to the cache. The layer shares its other tensors with the layer with
-        which it is merged."""
+        The order is that of the arguments of the op that appends tokens to the cache. The layer
+        shares its other tensors with the layer with which it is merged."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
@@ -189,7 +190,7 @@ class MergedLayer(CodedLayer):
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return the maps of this layer, tensors that make two merged layers' vectors similar.
+        """Return this layer's maps, tensors that make two merged layers' keys and values similar.
 
         The ops that read the cache take the maps. One op converts the cache's codes back to keys
         and values, another computes attention. The result is empty with `MiniCache(align="none")`,

@@ -35,10 +35,10 @@ class ValuesPair(Pair):
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return two merged layers' shared tensors in the order of an op's arguments.
+        """Return the tensors that two layers share because their values are merged.
 
-        The op appends tokens to the cache. The tensors contain the common directions (unit vectors)
-        and the lengths of values."""
+        The order is that of the arguments of the op that appends tokens to the cache. The tensors
+        contain the common directions (unit vectors) and the lengths of values."""
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
@@ -78,10 +78,11 @@ class ValuesLayer(MergedLayer):
     long = "span", "k_codes", "k_scales"
 
     def own(self) -> list[Tensor]:
-        """Return the tensors that only this layer has, in the order of an op's arguments.
+        """Return the tensors that only this layer has.
 
-        The op appends tokens to the cache. For example, each layer has its own keys. The layer
-        shares the codes of values with the layer with which it is merged."""
+        The order is that of the arguments of the op that appends tokens to the cache. For example,
+        each layer has its own keys. The layer shares the codes of values with the layer with which
+        it is merged."""
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:

@@ -156,8 +156,11 @@ class _StandIn:
         return [torch.rand(size, generator=draw, device="cpu") + 1 for _ in range(count)]
 
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
-        """Return the input that the down projection gets, or an empty tensor if the MLP's forward
-        does not have the expected form."""
+        """Run the MLP's forward with stand-ins for its modules; return the down projection's input.
+
+        The gate and up projections return `first` and `second`, in the order of `into`. `own` maps
+        names of the MLP's modules to the modules that run under these names. If the forward does
+        not have the expected form, return an empty tensor."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}

@@ -112,11 +112,13 @@ class TernaryStages:
         self._switch_if_due()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of completed steps."""
+        """Return the number of completed training steps, under the key `done`."""
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the stored number of steps, in the training stage of the next step.
+        """Continue after the number of training steps in `state`, a result of `state_dict`.
+
+        The model gets the training stage to which the next step belongs.
 
         In the first stage, linear layers quantise their inputs to 8 bits. In the second stage, the
         layers quantise their inputs as the argument `second` of `TernaryStages` says.

@@ -1,11 +1,12 @@
 """Update each weight as soon as its gradient exists, during the backward pass (optim_in_backward,
 LOMO).
 
-Only one gradient and one dense weight exist at a time. A compressed weight is decoded, updated and
-encoded again in one step, so no second copy of it exists. Each parameter has its own optimizer,
-which computes the update. The results are bit for bit the same as if the weights were dense. For
-plain SGD on a GPU, one kernel decodes and updates the weight. If no other tensor uses the
-gradient's memory, the kernel writes the new weight to this memory.
+Only one gradient exists at a time. If weights are compressed, only one dense weight exists at a
+time. A compressed weight is decoded, updated and encoded again in one step, so no second copy of
+the weight exists. Each parameter has its own optimizer, which computes the update. The results are
+bit for bit the same as if the weights were dense. For plain SGD on a GPU, one kernel decodes and
+updates the weight. If no other tensor uses the gradient's memory, the kernel writes the new weight
+to this memory.
 
 A parameter that FSDP2 shards is updated after FSDP2 has reduced its gradient, on the CUDA stream of
 the reduction. Autograd first adds up all contributions to the gradient of a gathered weight. So
@@ -193,10 +194,11 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the GPU, and check the new values of all compressed weights in this queue.
+        """Wait for the GPU, and check for each weight in this queue whether its new codes fitted.
 
-        The codes (the compressed form) of a new value are written to the memory of the weight's old
-        codes. Encode each value again whose codes did not fit.
+        The queue contains compressed weights. The codes (the compressed form) of a new value are
+        written to the memory of the weight's old codes. Encode each value again whose codes did not
+        fit.
         """
         with self.lock:
             self._encode()
@@ -291,8 +293,10 @@ class _Update:
             self._empty()
 
     def _store(self, coded: CodedWeight, held: list[Tensor], by: Step | None = None) -> None:
-        """Encode the new value of a weight; with plain SGD, the updated weight is already in the
-        gradient's memory.
+        """Encode the new value of the compressed weight `coded` in place.
+
+        The list `held` has one tensor: the new value, or the gradient if `by` is a step of plain
+        SGD. In this case, the step is computed first, and the new value overwrites the gradient.
 
         If memory runs out, the weight keeps its previous value.
         """

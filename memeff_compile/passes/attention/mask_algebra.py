@@ -413,7 +413,7 @@ def _parts_of(scalar: Any) -> Iterable[Any]:
 
 
 def axes_in(scalar: Any) -> set[Axis]:
-    """Return the axes that occur in `scalar`.
+    """Return the axes whose indices occur in the expression `scalar`.
 
     The argument `scalar` is a formula, or a sum (`Linear`) or a tensor's element (`Read`) in a
     formula. The value of `scalar` depends on the index along each of the returned axes."""

@@ -112,8 +112,9 @@ class Form:
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
     """Sort the conditions of a mask's formula by kind, and return them as a `Form`.
 
-    The kinds are bounds on positions, conditions on the key or the query alone, equal ids of query
-    and key, and the rest. The last two axes of the mask's shape are query and key."""
+    The kinds are bounds on positions, conditions on the key or the query alone, conditions that
+    query and key have equal ids (such as sequence ids), and the rest. The last two axes of the
+    mask's shape are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()

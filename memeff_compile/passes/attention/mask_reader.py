@@ -53,9 +53,10 @@ class Value:
         return result
 
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
-        """Return the `Value` of a tensor whose elements are this tensor's elements at `index`.
+        """Describe, as a `Value`, a tensor whose elements are this tensor's elements at `index`.
 
-        By default, the two tensors have the same shape.
+        `index` has a formula (`Linear`) for each axis of this tensor. By default, the two tensors
+        have the same shape.
         """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
@@ -212,8 +213,9 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 def _is_worth_reading(node: Node) -> bool:
     """Return whether the mask reader should apply a rule to a node.
 
-    A node for which no rule exists becomes an unknown. The reader then need not visit the nodes
-    before it, which may be most of the model.
+    If no rule exists for a node, the mask's formula contains the node's value as an unknown. The
+    reader then need not visit the nodes from which this node is computed, which may be most of the
+    model.
     """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)

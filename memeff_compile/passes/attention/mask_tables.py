@@ -173,8 +173,8 @@ class _Writer:
     def read(self, read: Read) -> Node:
         """Insert nodes that load elements of a tensor, and return the node of these elements.
 
-        `read` names the tensor's node, and an index for each axis of the tensor. Integers are cast
-        to 64 bits.
+        `read` names the tensor's node, and an index for each axis of the tensor. If the
+        elements are integers, they are cast to 64 bits.
         """
         node = self.editor.bring_in(self.editor.info.current(read.node))
         node, at = self._selected(node, read.at)

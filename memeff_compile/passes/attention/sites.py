@@ -472,7 +472,8 @@ def _writes_before(info: GraphInfo, scores: Node, reader: Node) -> list[Node] | 
     """Return the in-place writes to the scores before the node `reader` reads the scores, the
     last write first.
 
-    If another node reads the scores between these writes, return a Decline.
+    If another node reads the scores between these writes, return a `Decline`, the reason why
+    attention is not rewritten.
     """
     others = [user for user in scores.users if user is not reader]
     for user in others:

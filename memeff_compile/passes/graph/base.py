@@ -101,8 +101,8 @@ class GraphPass(ABC):
     the matches that pass the check. `find` and `check` do not change the graph. `rewrite`
     edits the graph only through its argument `editor`, an `Editor`, which can undo edits. The
     pipeline verifies the result, and undoes the edits of a match if the editor raises an error. A
-    match may be any object, such as a node. `find` yields the matches, and `places` returns nodes
-    of a match.
+    match may be any object, such as a node. `find` yields the matches. `places` returns
+    nodes of a match. If `memeff.skip` names the module of one of these nodes, the match is skipped.
 
     Attributes:
         name: the name of the pass in reports, in `memeff.skip` and in `memeff.strict`.

@@ -144,7 +144,7 @@ def undecided(error: Exception) -> Record:
 
 @dataclass(frozen=True)
 class Piece:
-    """A partition of a graph."""
+    """One of the partitions (subgraphs) into which a graph is split."""
 
     root: GraphModule  # the whole graph's module, which has the attributes
     graph: Graph

@@ -240,11 +240,11 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Return the input of the whole graph that is passed for `node`, an input of a
-        checkpoint's graph.
+        """Return the input of the whole graph whose value is passed for `node`.
 
-        If the value passed for `node` is computed by a node of a surrounding graph, return None. If
-        `node` is an input of the whole graph, return `node`.
+        `node` may be an input of an activation checkpoint's graph, which is nested in the whole
+        graph. If a node of a surrounding graph computes the value, return None. If `node` is an
+        input of the whole graph, return `node`.
         """
         if node.op != "placeholder":
             return None

@@ -279,7 +279,10 @@ def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
 
 
 def _notes(graph_pass: GraphPass, info: GraphInfo) -> Sequence[Record]:
-    """Return a pass's notes on a whole graph as records, without the records of its matches."""
+    """Return the compilation report's records (entries) of a pass's notes on a whole graph.
+
+    The records of rewrites, and of matches that the pass declined, are not included.
+    """
     said = graph_pass.notes(info) if graph_pass.enabled(info) else ()
     return [Record(graph_pass.name, "note", code, _sentence(text)) for code, text in said]
 

@@ -709,7 +709,10 @@ class GroupEmitter:
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
-        """Return each row's sum over the classes of weight * (lse - logit); 0 in ignored rows."""
+        """Return, per row (token), the sum over classes of class weight * (log-sum-exp - logit).
+
+        The class weight is 1 if the loss has none. `kept` is false in ignored rows, which get 0.
+        """
         e = self.editor
         lse = self._rows(_LSE)
         if tail.class_weight is None:

@@ -161,7 +161,7 @@ class Step:
     def effect(self) -> tuple[Any, ...]:
         """Return a key that is equal for steps that move the logits' rows (tokens) in the same way.
 
-        Such a step reorders, selects or regroups rows."""
+        A step is a node after the output projection that may reorder, select or regroup rows."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -560,7 +560,10 @@ class HeadReader:
         return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
-        """Return the operand that contains logits, judged by shapes and by earlier nodes."""
+        """Return the operand that contains logits.
+
+        The operands' shapes, and the nodes that compute the operands, decide which one this is.
+        """
         if node.op not in ("call_function", "call_method"):
             return None
         if (source := shards.moved(node)) is not None:
@@ -917,8 +920,8 @@ def _is_as_wide(value: torch.Tensor | None, width: Any) -> bool:
 def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
     """Insert copies of those `steps` that reorder, select or regroup the logits' rows (tokens).
 
-    The copies apply to the hidden states. Their last dimension is the hidden size instead of the
-    number of classes.
+    The copies apply to the hidden states. The last dimension of a copy's result is the hidden size
+    instead of the number of classes.
     """
     for call in (call for step in steps for call in step.reading):
         hidden = _replay(editor, hidden, call, hidden_size)
