@@ -1,8 +1,8 @@
 """Update each weight as soon as its gradient exists, during the backward pass (optim_in_backward,
 LOMO).
 
-A weight's gradient is freed as soon as the weight is updated. So only one gradient exists at a time,
-or the gradients of a few small compressed weights that one kernel launch updates together. A
+A weight's gradient is freed as soon as the weight is updated. So only one gradient exists at a
+time, or the gradients of a few small compressed weights that one kernel launch updates together. A
 compressed weight is decoded, updated and encoded again in one step, so at most these weights are
 dense at a time. Each parameter has its own optimizer, which computes the update. The results are
 bit for bit the same as if the weights were dense. For plain SGD on a GPU, one kernel decodes and
