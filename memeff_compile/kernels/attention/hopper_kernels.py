@@ -140,10 +140,10 @@ def _sequence_of(
     """Return two pointers into the table that `ranges.find` made.
 
     Each query and each key has a joint id, one number. The joint ids of a query and a key are equal
-    if neither the mask of keys nor the sequence ids hide the key. The first pointer points to the
-    numbers of one sequence. For a kernel with tiles of queries, each query has three numbers: its
-    first and its last visible key, and its joint id. Each key has its joint id. For a kernel with
-    tiles of keys, queries and keys change roles.
+    if neither the mask of keys nor the sequence ids hide the key. The first pointer points to a
+    sequence's part of the table. In the table for a kernel with tiles of queries, each query has
+    three numbers: its first and its last visible key, and its joint id. Each key has its joint id.
+    In the table for a kernel with tiles of keys, queries and keys change roles.
 
     The second pointer points to one flag for each sequence and key head. A flag tells whether keys
     or values that the mask of keys hides are nan or infinite. `others` is the number of the

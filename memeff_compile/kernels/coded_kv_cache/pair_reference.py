@@ -286,8 +286,8 @@ def _code(
     """Encode the common directions (unit vectors) of two layers' keys or of two layers' values.
 
     For each merged token and head, the two layers share one direction for their keys, and one for
-    their values. The directions are encoded in groups of `group` tokens, at the groups `at` of the
-    cache.
+    their values. The directions of `group` tokens are encoded together. The codes are written to
+    the groups of the cache that the slice `at` selects.
 
     `pair` contains the keys, or values, of the lower layer and of the upper layer, (B, H, n, D).
     Return two tensors (B, H, n): for each layer, the lengths (norms) by which decoded directions

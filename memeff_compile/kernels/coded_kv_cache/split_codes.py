@@ -110,7 +110,7 @@ def heads_at_once(q: Tensor, turns: Tensor) -> int:
     """Return how many query heads one program rotates by the matrix of their key-value head.
 
     `q`, (B, Hq, 1, D), contains the query heads' queries or results. The rotation matrices `turns`
-    are (B, H, kinds, D, D), for H key-value heads. The kinds are keys and values, or only values.
+    are (B, H, 2, D, D) for the keys and values of H heads, or (B, H, 1, D, D) for values only.
     The result is the number of query heads that share a matrix, so that the matrix is read once.
     The result is 1 if the GPU would otherwise have too few programs.
     """

@@ -2,11 +2,12 @@
 
 An implementation (engine) is a module with three functions: `forward`, `backward` and `total`. Each
 takes the arguments of an op's call and returns an object of the class `Walk`. A `Walk` is a loop
-over blocks of rows (tokens) or of classes, and the work on each block. A loss per row takes two
-such loops. The loop of `forward` computes statistics. The loop of `backward` computes the logits
-again, and from the logits the gradients. A scalar loss takes only the loop of `total`, over the
-rows, if the implementation supports one loop. For each block, this loop computes the statistics and
-then the gradients. Between these two steps, ranks with different classes exchange statistics.
+over blocks of rows (tokens) or of classes, and the work on each block. If a call returns one loss
+per row, two such loops run. The loop of `forward` computes statistics. The loop of `backward`
+computes the logits again, and from the logits the gradients. A scalar loss takes only the loop of
+`total`, over the rows, if the implementation supports one loop. For each block, this loop computes
+the statistics and then the gradients. Between these two steps, ranks with different classes
+exchange statistics.
 
 - The implementation `reference` processes blocks of classes for a loss per row. For a scalar loss
   without an adapter, `reference` processes blocks of rows.

@@ -64,9 +64,9 @@ def _in_words(tensor: Tensor) -> str:
 
 
 def remaining(tokens_to_remove: int) -> int:
-    """Return the number of tokens that `crop(tokens_to_remove)` removes.
+    """Return n for the argument -n of `crop`, which removes n tokens.
 
-    The argument of `crop` is -n to remove n tokens. A positive argument raises a ValueError.
+    A positive argument raises a ValueError.
     """
     if tokens_to_remove > 0:
         raise ValueError(
