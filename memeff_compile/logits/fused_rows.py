@@ -407,18 +407,19 @@ class FusedRows:
     def times_p(self) -> FusedRows:
         """Return this gradient multiplied by the probabilities p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of log p. The
-        factor p is held constant. The products must be summed over the classes. Then their
-        gradient is one number per row, the same for all classes. The field `total` contains these
-        numbers, and the fields `nll`, `lse` and `plogp` are None.
+        `self` is the loss's gradient with respect to the products p log p. The result is the loss's
+        gradient with respect to the factor log p, with the factor p held constant. The products
+        must be summed over the classes. Then their gradient is one number per row, the same for all
+        classes. The field `total` contains these numbers, and the fields `nll`, `lse` and `plogp`
+        are None.
         """
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
         """Return this gradient multiplied by the log-probabilities log p.
 
-        If `self` is the gradient of the products p log p, the result is the gradient of p. The
-        factor log p is held constant."""
+        `self` is the loss's gradient with respect to the products p log p. The result is the loss's
+        gradient with respect to the factor p, with the factor log p held constant."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 
     def before_exp(self) -> FusedRows:

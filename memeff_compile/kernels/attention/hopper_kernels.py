@@ -179,8 +179,8 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
 def _dirty_tiles(ranges_ptr, flag_ptr, batch, tile, tiles, C: gl.constexpr):
     """Find the tiles of keys in which zeros must replace hidden keys or values.
 
-    Hidden means that the mask of keys hides the key from all queries. The function returns two tile
-    numbers. Zeros are needed in all tiles before the first number, and from the second number on.
+    Hidden means that the mask of keys hides the key from all queries. The function returns two
+    indices of tiles. Zeros are needed in all tiles before the first index, and from the second on.
     If no hidden key or value has nan or an infinity, there are no such tiles.
     """
     clean, dirty = 0, NOWHERE
@@ -206,8 +206,8 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
     - whether any query of the tile has visible keys with gaps between them.
 
     The second result is a pointer to the joint ids of the sequence's keys. The last two results are
-    the numbers of two tiles of keys. Zeros must replace keys or values that the mask of keys hides,
-    in two ranges of tiles: before the first number, and from the second number on.
+    indices of tiles of keys. Zeros must replace keys or values that the mask of keys hides, in the
+    tiles before the first index and from the second index on.
 
     `sequences` is the number of sequences. `at` contains the tile's sequence, the tile, and the
     number of tiles of a sequence. `heads` contains one combined index of the tile's sequence and

@@ -116,7 +116,7 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace sums over two layers' keys by averages over each key's own and later positions.
+    """Replace means and products of two layers' keys by their averages over positions.
 
     At a later position, a rotary embedding rotates the same key further. `angles` are those of the
     rotary embedding. `maps` contains the mean of each layer's keys. `products` contains the sums
