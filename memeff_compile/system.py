@@ -126,10 +126,10 @@ class Hooks:
         return Undone()
 
     def guard(self, graph: Graph) -> None:
-        """Replace Dynamo's guards on this system's tensors among a graph's inputs by cheaper ones.
+        """Replace Dynamo's guards on some inputs of a graph by cheaper guards.
 
-        A system is an optional part of this package, such as compressed weights. This method is
-        called only for graphs without gradients."""
+        These inputs are tensors of this system. A system is an optional part of this package, such
+        as compressed weights. This method is called only for graphs without gradients."""
 
     def forget(self) -> None:
         """Free all memory that this system (an optional part of this package) keeps between calls.

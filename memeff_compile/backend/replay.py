@@ -266,8 +266,9 @@ class _Buffers:
             self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
-        """Copy the new arguments of a call into the static buffers, and return the argument list
-        with each copied argument replaced by its buffer.
+        """Copy a call's arguments that have static buffers into these buffers.
+
+        Return the argument list, with each copied argument replaced by its buffer.
         """
         inputs = list(args)
         with torch.no_grad():

@@ -12,8 +12,8 @@ class. The backward pass of the deferred logits passes `FusedRows` to the fused 
 computes the gradients of the hidden states and the output projection.
 
 Code outside of the compiled graph may compute a loss from deferred logits. Such a loss calls the
-fused loss op only through this module. This module always uses the op's exact mode. The lossy modes
-of memeff.linear_cross_entropy apply only inside the graph.
+fused loss op only through this module. This module always uses the op's exact mode (no class is
+dropped). The lossy modes of memeff.linear_cross_entropy apply only inside the graph.
 """
 
 from __future__ import annotations

@@ -339,10 +339,10 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write a weight's patches (uncoded elements) to its lists, and the index at which each chunk's
-    patches start.
+    """Write a weight's patches (uncoded elements) to two lists, of places and of values.
 
-    A chunk has 8192 elements. Each program calls `list_chunks` for some of the chunks.
+    A chunk is 8192 consecutive elements of the weight. For each chunk, the kernel also writes the
+    index of its first patch in the lists. Each program calls `list_chunks` for some of the chunks.
     """
     lists = (starts_ptr, places_ptr, values_ptr)
     refuge = (refuge_ptr, 0, refuge_ptr + HEADING)

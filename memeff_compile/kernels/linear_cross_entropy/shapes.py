@@ -31,10 +31,11 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether `workspace`, the limit of temporary memory in bytes, is so small that only the
-    minimal mode can use it.
+    """Return whether the memory limit is so small that only the minimal mode keeps within it.
 
-    The minimal mode is the mode with the least temporary memory."""
+    `workspace` is the limit of temporary memory in bytes. The minimal mode is the one with the
+    least temporary memory.
+    """
     return 0 < workspace <= MINIMAL_BYTES
 
 

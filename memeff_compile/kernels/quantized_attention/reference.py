@@ -65,7 +65,7 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of q, k and v in fp32, with their scales and means.
+    """The codes of q, k and v, stored as fp32 numbers, with their scales and means.
 
     A number equals its code times its scale, plus the subtracted mean.
     """

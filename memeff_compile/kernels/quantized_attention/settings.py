@@ -138,9 +138,9 @@ class Settings:
         step of the key's block.
 
         The matrix product takes int8 operands, and a 4-bit code times this factor still fits into
-        int8. So the kernel that writes the codes can multiply all codes of a key by an integer. The
-        kernel chooses this integer for each key. Each key then has its own quantisation step,
-        although the attention kernel reads only one scale per block.
+        int8. So the kernel that writes the codes can multiply all codes of a key by an integer up
+        to this factor. The kernel chooses this integer for each key. Each key then has its own
+        quantisation step, although the attention kernel reads only one scale per block.
         """
         return max(1, MOST_CODE // self.limit) if self.granularity == "row" else 1
 
