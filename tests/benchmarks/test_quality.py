@@ -615,6 +615,7 @@ def test_the_table_of_long_first_stages_is_that_of_the_rows() -> None:
     done = [row for row in found if row.get("done")]
     ends = {(row["first_steps"], row["variant"]): row for row in done}
     assert len(ends) == len(done) == 14
+    found_gaps: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for (first_steps, variant), row in ends.items():
         recipe = f"`{variant.partition(',')[0]}`"
         recipe += ", queries, keys and values in 4 bits" if "heads" in variant else ""
@@ -624,8 +625,24 @@ def test_the_table_of_long_first_stages_is_that_of_the_rows() -> None:
             base = ends[first_steps, "b1.58"]["judged_each"][part]
             gaps = [own - other for own, other in zip(row["judged_each"][part], base, strict=True)]
             error = statistics.stdev(gaps) / len(gaps) ** 0.5
+            found_gaps.setdefault((variant, part), []).append((statistics.mean(gaps), error))
             cells.append(f"{statistics.mean(gaps):+.4f} ({error:.4f})")
         assert f"| {' | '.join(cells)} | {row['zeros']['overall']:.1%} |" in page
+    prose = " ".join(page.split())
+    means = {
+        key: (
+            statistics.mean(gap for gap, _ in gaps),
+            math.hypot(*(e for _, e in gaps)) / len(gaps),
+        )
+        for key, gaps in found_gaps.items()
+    }
+    mean, error = means["a4.8", "python"]
+    assert f"five runs is {mean:.4f} (standard error {error:.4f})" in prose
+    mean, error = means["a4.8", "other"]
+    assert f"On other text the mean gap is {mean:.4f} ({error:.4f})" in prose
+    for part, where in (("python", "on Python code"), ("other", "on other text")):
+        mean, error = means["a4.8-fp4", part]
+        assert f"{mean:.3f} ({error:.4f}) {where}" in prose
     printed = script("ternary_model", "table", "--out", str(results)).splitlines()
     rises = [line for line in printed if line.startswith("| rotated | ")]
     assert len(rises) == 5
