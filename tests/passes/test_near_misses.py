@@ -383,6 +383,16 @@ def gather_of_two_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     return -logits_of(h, w).log_softmax(-1).gather(-1, index).mean()
 
 
+def gather_of_clamped_log_probs(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    clamped = logits_of(h, w).log_softmax(-1).clamp(min=-3.0) * 2
+    return -clamped.gather(-1, y.clamp(min=0).unsqueeze(-1)).mean()
+
+
+def gather_of_log_probs_plus_a_mask(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    masked = logits_of(h, w).log_softmax(-1) + b
+    return -masked[torch.arange(2)[:, None], torch.arange(8), y.clamp(min=0)].mean()
+
+
 def taken_modulo_the_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     log_probs = logits_of(h, w).log_softmax(-1)
     return -torch.take_along_dim(log_probs, y.unsqueeze(-1) * 7, -1).mean()
@@ -862,7 +872,7 @@ BY_HAND: dict[str, Case] = {
         *(Case(f, 0, "rows_differ") for f in (every_row_with_every_target, positions_swapped)),
         *(Case(f, 0, "rows_differ") for f in (one_target_for_all_rows, targets_and_rows_swapped)),
         Case(last_rows_by_number, 0, "rows_differ"),
-        Case(entries_of_probabilities),
+        Case(entries_of_probabilities, 0, "unknown_step"),
         *(Case(f, 0, "prob_targets") for f in (one_hot_changed, one_hot_changed_later)),
         Case(targets_changed_after_their_one_hot_form, 0, "prob_targets"),
         *(Case(f, 0, "prob_targets") for f in (one_hot_of_other_rows, one_hot_that_is_returned)),
@@ -949,6 +959,8 @@ CASES: dict[str, Case] = {
         Case(classes_in_the_middle, 0, "class_dim_changed"),
         Case(softmax_over_batch, 0, "not_log_softmax"),
         Case(gather_of_two_classes, 0),
+        Case(gather_of_clamped_log_probs, 0, "unknown_step"),
+        Case(gather_of_log_probs_plus_a_mask, 0, "unknown_step"),
         Case(taken_modulo_the_classes, 1),
         Case(taken_and_gathered, 1),
         Case(gather_of_rows, 0),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ... import compat
@@ -86,6 +87,9 @@ PROB_HINT = (
     "pass integer class indices: cross_entropy has label_smoothing, and a mixture of two "
     "labellings is a * cross_entropy(z, y1) + b * cross_entropy(z, y2)"
 )
+
+_AFTER = "take one class per row first, and apply the operation to the numbers taken"
+_MAX_STEPS = 8  # operations to look back over, between log-probabilities and a gather
 
 ENTROPIES = ("entropy", "neg_entropy", "mean_logit")
 SUMS = ("log_prob_sum", "logit_sum")
@@ -398,6 +402,11 @@ class TailReader:
             if node_name(source) == "log_softmax":
                 said = f"`{node_name(node)}` reads a log_softmax over another dimension than the "
                 yield Decline("unknown_step", f"{said}classes", node=node)
+            elif (step := self._step_after_log_probs(source)) is not None:
+                said = f"`{node_name(step)}` changes log-probabilities before `{node_name(node)}`"
+                call = read_one(step)
+                is_each = call is not None and torch.Tag.pointwise in call.op.tags
+                yield Decline("unknown_step", said, _AFTER if is_each else "", node)
             return
         value, index_value = self.info.value(source), self.info.value(index)
         shape = index_value.shape if picked.from_end else index_value.shape[:-1]
@@ -414,6 +423,24 @@ class TailReader:
             kind, through = ("logit", ()) if soft is None else ("log_prob", soft.through)
             through = (*through, *picked.opened, *signs)
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
+
+    def _step_after_log_probs(self, node: Node) -> Node | None:
+        """Return the first unknown operation between log-probabilities and `node`, which has the
+        shape of the log-probabilities.
+
+        For example, return the clamp of `log_softmax(x, -1).clamp(min=-100)`."""
+        for _ in range(_MAX_STEPS):
+            value = self.info.tensor(node)
+            if value is None or node.op not in ("call_function", "call_method"):
+                return None
+            operands = [(each, self.info.tensor(each)) for each in node.all_input_nodes]
+            alike = [n for n, v in operands if v is not None and same_shape(v.shape, value.shape)]
+            if any(isinstance(self.softmax.signed_log_probs(each), Soft) for each in alike):
+                return node
+            if len(alike) != 1:
+                return None
+            node = alike[0]
+        return None
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
         """Recognize `log(exp(x).sum(-1)) - x[target]`, in either order, where x is the logits
