@@ -422,7 +422,11 @@ def forget_workspaces() -> None:
 
 
 def leave_pool(pool: Any) -> None:
-    """Make the allocator use its usual memory pool again after a failed recording."""
+    """Make the allocator use its usual memory pool again after the recording of a CUDA graph
+    failed.
+
+    `pool` is the memory pool in which the recording allocated memory.
+    """
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 

@@ -202,7 +202,7 @@ assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 def is_traced(*tensors: torch.Tensor) -> bool:
     """Return whether one of the tensors stands for another one (as fake tensors do in tracing), or
-    a mode intercepts operations on them."""
+    a `TorchDispatchMode` intercepts operations."""
     stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
     return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 

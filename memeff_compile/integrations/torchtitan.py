@@ -84,9 +84,12 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 
     def _prepare(self, pred: Tensor, labels: Tensor) -> None:
-        """Give the projection module a method that computes the loss.
+        """Give the output projection (`lm_head`) a method that computes cross entropy from hidden
+        states and labels.
 
-        FSDP2 gathers the projection's weight when code calls this method."""
+        FSDP2 gathers the projection's weight when code calls this method. If this package's op does
+        not support the projection, torchtitan computes the loss, and the log gives the reason.
+        """
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)
         if self._left is not None:
@@ -101,8 +104,10 @@ def _loss_of(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _unserved(head: Any, *tensors: Tensor) -> str | None:
-    """Return the reason why torchtitan must compute a given projection and its loss itself, or
-    None."""
+    """Return why torchtitan must compute the loss of an output projection (`head`) itself, or None.
+
+    `tensors` are the hidden states and the labels.
+    """
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"the output projection is a {type(head).__name__}, and no plain linear layer"
     mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) else None

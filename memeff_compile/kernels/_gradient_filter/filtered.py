@@ -165,12 +165,17 @@ class Filtered(RowWalk):
         return self.hidden.new_empty(sizes, dtype=torch.int32)
 
     def _ranked(self, compact: Selection, target: Tensor, values: Tensor | None) -> Selection:
-        """Return the rows (tokens) that are not ignored, in the order that the filter needs.
+        """Return the rows (tokens) that are not ignored, in the order that the gradient filter
+        needs.
 
-        A gradient filter drops unlikely classes. The filters `mass` and `block` need rows sorted by
-        their estimated probability mass in such classes. `published`, the filter of the Cut
-        Cross-Entropy paper, keeps the rows' order. The function also writes the rows' bases
-        (numbers near their largest logits) to `self.base`, in the order of the returned rows.
+        The filter drops unlikely classes from the loss's gradients. The filters `mass` and `block`
+        need rows sorted by their estimated probability mass in such classes. `published`, the
+        filter of the Cut Cross-Entropy paper, keeps the rows' order.
+
+        The function also writes each row's base to `self.base`, in the order of the returned rows.
+        For `mass`, the base is an estimate of the row's log-sum-exp. For `block`, the base is an
+        estimate of the row's largest logit. In a backward pass, `values` is given, and the bases
+        are the log-sum-exps of the forward pass.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -215,10 +220,17 @@ class Filtered(RowWalk):
         """Return the rows (tokens) that the call computes, in the order `rank`.
 
         `compact` has these rows in their original order. Row i of the result is row `rank[i]` of
-        `compact`. The function also writes the rows' bases (numbers near their largest logits) to
-        `self.base`, in the same order. `base` has the bases in the order of `compact`. In a
-        backward pass, `values` is given: numbers of each row, such as the log-sum-exp, which is
-        then the base. From `values`, the function also writes factors of the gradients.
+        `compact`.
+
+        The function also writes each row's base to `self.base`, in the order `rank`. Without
+        `values`, the bases are those of `base`, in the order of `compact`. These bases estimate
+        each row's log-sum-exp or largest logit.
+
+        In a backward pass, `values` contains five numbers of each row (`row_values`). The first
+        number, the row's log-sum-exp, is then the base. The second and third are factors in the
+        gradients of the row's logits: of the softmax p, and of 1 at the target class. The function
+        writes these two factors to `self.factor`. `self.share` gets the factor of p, divided by the
+        larger of the two factors.
         """
         rows, kept = self.extent, compact.kept
         if kept is None:

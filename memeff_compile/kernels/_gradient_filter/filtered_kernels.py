@@ -621,13 +621,16 @@ def _gradient_filter_fill_kernel(
 ):
     """Compute the logits of some tiles again, and store the gradients of these logits.
 
-    A group consists of TILE rows (tokens) that are consecutive in the filter's order of rows. A
-    tile has the rows of one group and some classes. Each row has a factor by which its gradients
-    must still be multiplied. This kernel leaves the factor out. For the weight's gradient, another
-    kernel multiplies a copy of the hidden states by the factor. For the hidden states' gradient, a
-    later kernel multiplies the result by the factor. The gradient filter drops unlikely classes in
-    each group of rows. The stored gradients of these classes are zero. If the constant WHOLE is
-    set, the filter keeps or drops tiles as a whole, and no element of a kept tile is zeroed.
+    The gradient filter drops unlikely classes in each group of rows (tokens). The filters `mass`
+    and `block` first sort the rows by their estimated probability mass in such classes. The filter
+    `published` keeps the rows' order. A group consists of TILE rows that are consecutive in the
+    resulting order. A tile has the rows of one group and some classes. The stored gradients of
+    dropped classes are zero. If the constant WHOLE is set, the filter keeps or drops tiles as a
+    whole, and no element of a kept tile is zeroed.
+
+    Each row has a factor by which its gradients must still be multiplied. This kernel leaves the
+    factor out. For the weight's gradient, another kernel multiplies a copy of the hidden states by
+    the factor. For the hidden states' gradient, a later kernel multiplies the result by the factor.
     """
     rows_here = count_rows(kept_ptr, first_row, piece_rows, C)
     local = tl.arange(0, C.TILE)

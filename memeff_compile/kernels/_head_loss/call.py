@@ -144,8 +144,8 @@ class RowResults(NamedTuple):
 class RowGradients(NamedTuple):
     """The gradients of the training loss with respect to a loss op's differentiable results.
 
-    Each gradient has one fp32 or fp64 number per row (token). If its result was not requested, its
-    shape is (0,).
+    Each gradient has one fp32 or fp64 number per row (token). For a result that the caller did not
+    request, the gradient has the shape (0,).
     """
 
     nll: Tensor

@@ -60,8 +60,11 @@ class RowWalk(Differentiating):
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
-        """Copy the hidden-state rows that are not ignored, optionally in another order and
-        multiplied by a factor."""
+        """Copy hidden states of the rows (tokens) that `ignore_index` does not exclude.
+
+        `order` contains the source row of each copied row; None keeps the order. `how` contains
+        further arguments of `copy_rows`, such as `scale`, a factor for each row.
+        """
         copy_rows(source, out, self.tiling, order, self.selection.kept, launch=self.launch, **how)
 
     def tiles_of(self, matrix: Tensor, rows: int, columns: int, describe: Any = tiles_of) -> Any:

@@ -70,7 +70,8 @@ def copy_rows(
     scale: Tensor | None = None,  # of each row
     launch: Any = run_kernel,
 ) -> None:
-    """Copy hidden-state rows into `out`, optionally in another order and multiplied by a factor."""
+    """Copy the hidden states of rows (tokens) into `out`, optionally in another order and
+    multiplied by a factor (`scale`) per row."""
     (height, depth), pad = out.shape, max(shapes.rows, shapes.step)
     rows = rows or height
     launch(

@@ -56,5 +56,6 @@ class Tiles(Protocol):
 
 
 def row_block(depth: int, shapes: Tiles) -> int:
-    """Return how many features of a row a program copies at a time."""
+    """Return how many features a program reads at a time from a row of hidden states or of the
+    weight."""
     return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())

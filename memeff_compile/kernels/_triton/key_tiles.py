@@ -157,8 +157,10 @@ def find_bounds(
 ) -> Tensor:
     """Return, for each program, four numbers that describe the tiles which the program visits.
 
-    The result is an int32 tensor (B, tiles, 4), with one program per sequence and tile. The module
-    `key_tiles_kernels` explains the four numbers.
+    Each program has its own tile of queries, and combines this tile with tiles of keys, the visited
+    tiles. Without `ours_are_queries`, queries and keys change roles. The result is an int32 tensor
+    (B, tiles, 4), with four numbers for each own tile of each sequence. All heads of a sequence use
+    the same numbers. The module `key_tiles_kernels` explains the four numbers.
 
     If the mask depends only on positions, the result is the placeholder `like`, which kernels do
     not read.

@@ -135,14 +135,19 @@ def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: 
 
 @triton.jit
 def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
-    """Return which of the tiles `other` the program visits, and which of them are complete (every
-    key is visible to every query).
+    """Return which of the tiles `other` a program visits, and which of the tiles are complete.
 
-    A program combines its own tile of queries or keys with the tiles that it visits. `reach` is the
-    result of `visited_by`: the range of visited tiles and the range of complete tiles. These ranges
-    follow from positions alone, without the mask of keys and the sequence ids. `ours` and `theirs`
-    describe the program's tile and the tiles `other`, as `table_of` does. A description tells
-    whether the mask of keys hides all positions of a tile or none, and the range of sequence ids.
+    A program combines its own tile of queries with visited tiles of keys, or the other way around.
+    A visited tile is complete if every key of the two tiles is visible to every query. `other`
+    contains the indices of tiles that the program may visit.
+
+    `reach` is the result of `visited_by`: the range of visited tiles and the range of complete
+    tiles. These ranges follow from positions alone, without the mask of keys and the sequence ids.
+    `ours` and `theirs` are results of `table_of` for the program's tile and for the tiles `other`.
+    Each result contains four numbers for each tile:
+
+    - whether the mask of keys shows any position of the tile, and whether it shows all of them;
+    - the smallest and the largest sequence id of the shown positions.
     """
     visited = (other >= reach[0]) & (other < reach[3]) & (ours[0] * theirs[0] != 0)
     complete = (other >= reach[1]) & (other < reach[2]) & (ours[1] * theirs[1] != 0)

@@ -71,10 +71,11 @@ def _load_old(grad_weight_desc, bars, held, at, kept, C: gl.constexpr):
 
 @gluon.jit
 def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
-    """Take tiles of the results one by one, and tell the multiplying warps which tile is next.
+    """Take tiles of two gradients one by one, and tell the multiplying warps which tile is next.
 
-    The results are the gradients of the hidden states and of the weight. A tile is a sum of
-    products of smaller blocks of two matrices. The function loads these blocks.
+    The gradients are those of the hidden states and of the weight. A tile of a gradient is a sum of
+    products of smaller blocks of two matrices. This function runs in the loading warp, and loads
+    these blocks.
     """
     x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, _, _, slot_full, slot_empty = bars
