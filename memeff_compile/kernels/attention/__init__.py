@@ -1,10 +1,10 @@
 """Attention, forward and backward, with masks described by conditions instead of a stored tensor.
 
 A dense mask contains B x M x N numbers (sequences, queries, keys), which every layer reads. Without
-this op, matmul, softcap, mask and softmax also build M x N numbers for every head. The masks of
-nearly all models combine a few conditions. A visible key is at most some distance after or before
-its query, is not padding, and belongs to the same document as its query. Any other mask is passed
-as a tensor, which the kernels read tile by tile.
+fused attention, matmul, softcap, mask and softmax also build M x N numbers for every head. The
+masks of nearly all models combine a few conditions. A visible key is at most some distance after or
+before its query, is not padding, and belongs to the same document as its query. Any other mask is
+passed as a tensor, which the kernels read tile by tile.
 
 - `attention` computes softmax attention over the keys for which all given conditions hold.
 - `attention_backward` computes the gradients of q, k and v; it computes the scores again, tile by

@@ -207,8 +207,7 @@ def ranges_of(
     ours_are_queries: bool = True,
     checked: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the table, made by `ranges.find`, from which a kernel reads the keys that each query
-    sees.
+    """Return the table, made by `ranges.find`, that tells a kernel which keys each query sees.
 
     The kernel combines tiles of `own` queries with tiles of `others` keys. For each tile of
     queries, the table contains the range of tiles of keys with visible keys. For each query, the

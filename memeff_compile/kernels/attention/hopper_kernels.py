@@ -225,11 +225,11 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
 
 @gluon.jit
 def _nth(index, found):
-    """Return the visited tile with a given index, in an order with the incomplete tiles first.
+    """Return the number of the tile that a program visits at the loop index `index`.
 
     A program combines its own tile of queries or keys with the tiles that it visits. A visited tile
-    is complete if every query of the two tiles sees every key, otherwise incomplete. `found`
-    describes the visited tiles by five numbers:
+    is complete if every query of the two tiles sees every key, otherwise incomplete. The loop
+    visits the incomplete tiles first. `found` describes the visited tiles by five numbers:
 
     - the first visited tile, the first complete tile, the end of the complete tiles;
     - the number of incomplete tiles, and the number of all visited tiles.
@@ -407,9 +407,11 @@ def _joint_ids_at(other, told, MASKED: gl.constexpr):
     A program combines its own tile of queries with visited tiles of keys, or the other way around.
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
     hide the key. `other` contains the positions of the visited tile. `told` contains a pointer to
-    their joint ids. With MASKED = GAPS, the kernel compares joint ids to find hidden keys. With
-    other values of MASKED, the function returns the positions themselves, which `_hide` does not
-    use.
+    their joint ids.
+
+    MASKED says how `_hide` finds the hidden keys of a tile. With GAPS, `_hide` compares joint ids,
+    because visible positions may have gaps between them. With other values of MASKED, this function
+    returns the positions themselves, which `_hide` does not use.
     """
     joint_ids = other
     if MASKED == GAPS:

@@ -1,9 +1,10 @@
-"""Prepare a call that has sequence ids or a mask of keys, for the attention kernels in Gluon.
+"""Compute a table that tells the attention kernels in Gluon which keys each query sees. Calls with
+sequence ids or a mask of keys need the table.
 
 With padding and with packed documents, each query sees all keys between a first and a last one.
 Each key is seen by all queries between a first and a last one. Therefore the attention kernels
-compare positions with two numbers of each query or key. These ranges are computed on the GPU,
-without waiting for the CPU.
+compare positions with two numbers of each query or key. The table is computed on the GPU, without
+waiting for the CPU.
 
 A tile is a block of consecutive queries or keys. The function `find` marks a tile of queries if one
 of its queries has a gap: a hidden key between its first and its last visible key. Likewise, a tile

@@ -43,13 +43,14 @@ class _Operands:
         return ((first, min(first + size, queries)) for first in range(0, queries, size))
 
     def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
-        """Return a block's scores after the softcap, a mask of the visible scores, and the range of
-        the block's keys.
+        """Return the scores of a block of queries, a mask of the visible scores, and a range of
+        keys.
 
-        The block contains the queries from `first` up to, not including, `stop`. The scores and the
-        mask have the shape (B, G, R, stop - first, keys), or broadcast to it. The axes are B
-        sequences, G key-value heads, and R query heads that share a key-value head. The returned
-        scores are not masked.
+        The block contains the queries from `first` up to, not including, `stop`. The range contains
+        the keys that these queries need, and only these keys have scores. The softcap has been
+        applied to the scores, the mask has not. The scores and the mask have the shape (B, G, R,
+        stop - first, keys), or broadcast to it. The axes are B sequences, G key-value heads, and R
+        query heads that share a key-value head.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)

@@ -33,7 +33,10 @@ class Shape:
 
 
 def _row(*shapes: tuple[Any, ...]) -> dict[int, Shape]:
-    """Return a dictionary of kernel shapes by padded head dimension."""
+    """Return a kernel's shapes (tile sizes, warps and pipeline stages) by padded head dimension.
+
+    `shapes` contains the arguments of `Shape` for the head dimensions 64, 128 and 256.
+    """
     return {depth: Shape(*shape) for depth, shape in zip((64, 128, 256), shapes, strict=True)}
 
 

@@ -54,7 +54,7 @@ class _Call(Call):
     """A call of the kernels of this module."""
 
     def has_bounds(self) -> bool:
-        """Return whether kernels must read from a table which tiles of queries and keys to combine.
+        """Return whether kernels look up, in a table, which tiles of queries and keys to combine.
 
         A mask that depends only on positions needs no table. The exceptions are calls in which a
         query may have no key and then gets the mean of all values.

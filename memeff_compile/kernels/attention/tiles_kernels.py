@@ -155,16 +155,17 @@ def _visits(tile, bounds_ptr, mask, lengths, span, SIZES, IS_BOUND, C: tl.conste
 
     With a mask tensor (C.HAS_MASK), the program visits the tiles of a list instead, which `mask`
     contains. The third result then counts the fully visible tiles, and the fourth all tiles of the
-    list. The further results are the list, its maximum length, and its first fully and first partly
-    visible tile.
+    list. The further results are a pointer to the list, the maximum length of the list, and a pair
+    of tile numbers. The pair is the first fully visible tile and the first partly visible tile of
+    the list.
 
     `tile` contains the batch index, a query head, the tile's number and the number of tiles. For a
     tile of keys, the query head is the first one that attends to these keys. `lengths` (numbers of
     queries or keys) and the tile sizes are pairs. The first number of a pair belongs to the
     program's own tile, the second to the visited tiles. `bounds_ptr`, `span` and `IS_BOUND` are
-    arguments of `bounds_of`, which finds the range of visited tiles. `span` is the pair of bounds
-    on positions after and before those of the own tile. `IS_BOUND` tells which of the two bounds
-    apply.
+    arguments of `bounds_of`, which finds the range of visited tiles. `span` is the pair `(up,
+    down)`. Position `p` of the own tile is combined with the positions from `p - down` to `p + up`.
+    `IS_BOUND` tells which of `up` and `down` apply.
     """
     batch, head, number, count = tile
     first, full_first, full_stop, stop = bounds_of(

@@ -15,7 +15,7 @@ only the values are merged, the shared tensor `norms` contains ratios of the two
 values. The ratios are in the order of the upper layer's heads. In all other shared tensors, the
 heads are in the order of the lower layer's matching heads (the slots).
 
-The functions of this module copy no value from the GPU to the CPU, and use only matrix products.
+The functions of this module copy nothing from the GPU to the CPU, and use only matrix products.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def identity(maps: Sequence[Tensor]) -> None:
 
 
 class Sums(NamedTuple):
-    """Functions that sum rows (keys or values) of two layers, and products of these rows.
+    """Two functions: one sums rows (keys or values) of two layers, the other sums products of these
+    rows.
 
-    From the sums, `fit` computes the maps that make the two layers' keys and values similar."""
+    From the sums, `fit` computes the maps that make the two layers' keys and values similar.
+    """
 
     # of rows as `fit` takes them: (B, H, 4, D), the sums of the rows for which `counted` is true
     rows: Callable[[Sequence[Tensor], Tensor], Tensor]
@@ -116,7 +118,7 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace means and products of two layers' keys by their averages over positions.
+    """Average the means and products of two layers' keys over the keys' own and later positions.
 
     At a later position, a rotary embedding rotates the same key further. `angles` are those of the
     rotary embedding. `maps` contains the mean of each layer's keys. `products` contains the sums
@@ -139,13 +141,14 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two cache layers' matching heads, and sums of products of the layers' rows.
+    """Return two cache layers' matching heads, and sums of products of the layers' keys and values.
 
     To align two layers, lower and upper, the upper layer's rows are rotated towards those of the
-    lower layer. A row is the key or the value of one token in one attention head. All sequences
-    share the two results:
+    lower layer. A row is the key or the value of one token in one attention head. Each head of the
+    upper layer has one matching head in the lower layer. The index of the matching head is called
+    the slot. All sequences share the two results:
 
-    - the slot (matching head of the lower layer) of each head of the upper layer, (H);
+    - the slot of each head of the upper layer, (H);
     - the sums of outer products of the two layers' rows, over all sequences, (H, 2, D, D).
 
     The orthogonal matrices closest to these sums are the rotations that align the layers. `rows`
@@ -183,7 +186,7 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return the sums over tokens of products of two layers' rows, in fp32 or fp64.
+    """Return sums over tokens of products of two cache layers' keys or values, in fp32 or fp64.
 
     A row is the key or the value of one token in one attention head. A product is the outer product
     of an upper layer's row and the row of the matching head in the lower layer. From each row, the
@@ -273,12 +276,14 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Turn aligned rows back into a layer's keys or values, in the order of the layer's own heads.
+    """Compute a layer's keys or values from aligned rows, and put the heads into the layer's own
+    order.
 
     Two layers of a KV cache, lower and upper, are aligned with each other. A row is one token's key
     or value in one head. An aligned row is a row minus a mean. In the upper layer, the difference
-    is also rotated towards the lower layer's rows. The function inverts `aligned`: it rotates the
-    rows back and adds the means.
+    is also rotated towards the lower layer's rows. The aligned rows of an upper layer's head stand
+    at the head's slot: the index of the lower layer's matching head. The function inverts
+    `aligned`: it rotates the rows back and adds the means.
     """
     means, turns, slots = maps
     kind = rows.dtype
@@ -304,15 +309,15 @@ def _spans(x: Tensor) -> list[slice]:
 def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
     """Return a similarity (B, H, H) between each head of the upper and each of the lower layer.
 
-    The function `matched` uses the similarities to pair the heads of two layers of a KV cache.
-    The keys (or values) of one head, minus their mean, form a matrix with one row per token. For
-    two such matrices X and Y, the similarity is the norm of `Y.T @ X`, divided by the norms of X
-    and Y. An orthogonal map of one head's rows does not change this similarity.
+    The function `matched` uses the similarities to pair the heads of two layers of a KV cache. The
+    keys (or values) of one head, minus their mean, form a matrix with one row per token. For two
+    such matrices X and Y, the similarity is the norm of `Y.T @ X`, divided by the norms of X and Y.
+    An orthogonal map of one head's rows does not change this similarity.
 
     `rows` contains the keys, or the values, of the lower layer and of the upper layer. Tokens for
     which `counted` is false are ignored. `means`, (B, H, 2, D), contains each layer's mean over the
-    other tokens. The function reads at most `_MATCHED_ON` tokens per sequence. On a GPU, 16-bit
-    rows are multiplied in 16 bits.
+    tokens for which `counted` is true. The function reads at most `_MATCHED_ON` tokens per
+    sequence. On a GPU, 16-bit rows are multiplied in 16 bits.
     """
     few = max(1, -(-rows[0].shape[2] // _MATCHED_ON))
     counted = counted[:, ::few]

@@ -169,11 +169,12 @@ def _put(
 def _store_bytes(
     made, codes_base, at, C: tl.constexpr, SHARE: tl.constexpr, IS_VALUE: tl.constexpr
 ):
-    """Store the bytes into which `_put` has packed the codes of some tokens and columns.
+    """Store bytes of packed codes: the codes of some channels of some tokens' keys or values.
 
-    Column blocks are equal parts of the channels of a key or value (`parts_of`). `at` contains the
-    indices of the tokens in their group, and the indices of the columns in a block. A byte contains
-    the codes that have the same column index in all blocks. If codes have 8 bits, `_put` has
+    The channels of a key or value are split into equal parts, the column blocks (`parts_of`). A
+    column is a channel of such a block. `at` contains the indices of the tokens in their group, and
+    the indices of the columns in a block. A byte contains the codes that have the same column index
+    in all blocks. The function `_put` has packed the bytes. If codes have 8 bits, `_put` has
     already stored them.
 
     With 3-bit codes, the third (highest) bits of two tokens share a byte. For keys, the two tokens

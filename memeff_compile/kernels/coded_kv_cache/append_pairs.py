@@ -23,9 +23,9 @@ from .pair_reference import Merging, keep, keep_rows, spans_of
 def append_lower(
     k_window: Tensor, v_window: Tensor, counts: Tensor, k: Tensor, v: Tensor, limit: int
 ) -> None:
-    """Write new keys and values to the window of the lower of two merged layers.
+    """Write new keys and values of the lower of two layers to the layer's window of latest tokens.
 
-    For older tokens, merged layers share unit vectors of values, or of keys and values. Each layer
+    For older tokens, the two layers share unit vectors of values, or of keys and values. Each layer
     stores its latest tokens exactly, in its own window: `k_window` and `v_window`, each (B, H, W,
     D). A later append to the upper layer merges older tokens of the two layers. `counts` (3,)
     contains the layer's number of tokens and its number of merged tokens. The third number counts
@@ -144,9 +144,10 @@ def merge_prompt(
     spans = [slice(0, rows[0].shape[2])] if maps is None else spans_of(rows[0], group, _ALIGNED)
 
     def halves(span: slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the keys, then the values, of the two merged layers, for the tokens in `span`.
+        """Return the keys, then the values, of the two layers that `merge_prompt` merges.
 
-        If there are maps that make the two layers' keys and values similar, apply these maps.
+        Each result is a pair, of the lower and of the upper layer, for the tokens in `span`. If
+        there are maps that make the two layers' keys and values similar, apply these maps.
         """
         some = [x[:, :, span] for x in rows]
         keys, values = _alike(some[0], some[2]), _alike(some[1], some[3])
@@ -236,11 +237,13 @@ def sum_rows(rows: Sequence[Tensor], counted: Tensor) -> Tensor:
 
 
 def multiply_rows(rows: Sequence[Tensor], counted: Tensor, maps: Maps) -> Tensor:
-    """Return sums of outer products of two layers' rows over the tokens that `counted` selects.
+    """Return sums of outer products of two cache layers' keys or values, over the tokens that
+    `counted` selects.
 
-    A row is the key, or the value, of one token and head. Each product, (D, D), multiplies a row of
-    the upper layer by the same token's row in the lower layer's matching head. The mean of the
-    head's rows, from `maps`, is subtracted from each row first.
+    A row is the key, or the value, of one token and head. Each product, (D, D), multiplies an upper
+    layer's row by the same token's row in the lower layer's matching head. `maps.slots` contains
+    the matching head of each head of the upper layer. From each row, the function first subtracts
+    the mean of the same layer's and head's rows, which `maps` contains.
 
     `rows` contains the keys and values of the lower layer, then those of the upper layer, or only
     the two layers' values. Each tensor is (B, H, N, D), and `counted` is bool (B, N). The result is

@@ -116,10 +116,11 @@ def _walk_keys(source, room, at, sizes, C: tl.constexpr, WRITES: tl.constexpr):
 
 @triton.jit
 def _walk_values(sources, shared, lower, upper, maps, scratch_ptr, at, sizes, t, C: tl.constexpr):
-    """Write the new values of one head of each of two layers, and merge groups of older values.
+    """Write the new values of one head of each of two layers, and merge the layers' older values.
 
     When the windows of latest tokens are full, the values of their oldest GROUP tokens are merged
-    and encoded.
+    and encoded. For each of these tokens, the two layers' values then share one direction (a vector
+    of length one).
 
     Return the new number of tokens in the cache, and the new number of tokens stored as codes.
     """

@@ -104,7 +104,7 @@ class Own(NamedTuple):
 
 
 class SharedValues(NamedTuple):
-    """The tensors that two layers share if only their values are merged.
+    """The tensors that two layers share if the layers merge values but not keys.
 
     For each merged token and head, the two layers' values share one direction (a unit vector).
     """
@@ -120,9 +120,10 @@ class SharedValues(NamedTuple):
 
 
 class OwnKeys(NamedTuple):
-    """The tensors that each of two layers has separately if only their values are merged.
+    """The tensors that each of two layers has separately if the layers merge values but not keys.
 
-    The tensors have the same meaning as in `Pool`, the cache of one layer.
+    For each merged token and head, the two layers' values share one direction (a unit vector), in
+    `SharedValues`. The tensors here have the same meaning as in `Pool`, the cache of one layer.
     """
 
     k_codes: Any
@@ -272,9 +273,10 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a block of codes with `block` bytes contains.
+    """Return how many tokens a group has whose codes take `block` bytes in one head.
 
-    Example: 64 tokens for 4096 bytes, 128 channels in a row and 4 bits per code.
+    A group is the tokens whose keys, or values, are encoded together. Example: 64 tokens for 4096
+    bytes, 128 channels in a row and 4 bits per code.
     """
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
@@ -282,7 +284,8 @@ def group_of(block: int, depth: int, bits: int) -> int:
 def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
     """Return how many bits the codes of values have, given the bits of the keys' codes.
 
-    `k_block` and `v_block` are the bytes of a block of keys and of a block of values.
+    Tokens are encoded in groups. `k_block` is the number of bytes of the codes of a group's keys,
+    in one head. `v_block` is the number of bytes of the codes of the group's values.
     """
     return bits * v_block // k_block
 

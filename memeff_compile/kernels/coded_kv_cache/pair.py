@@ -147,10 +147,12 @@ def unlike_rows(
 
 
 def unlike_maps(maps: Maps, window: Tensor, bits: int, kinds: int = 2) -> str | None:
-    """Return a sentence that says why the maps between two layers do not fit the layers' cache.
+    """Return a sentence that says why the linear maps of two layers do not fit the layers' KV
+    cache.
 
-    The result is None if the maps fit. They are linear maps that make the keys and values of the
-    two layers similar. If `kinds` is 1, they are only for values.
+    The maps make the keys and values of the two layers similar. If `kinds` is 1, the maps are only
+    for values. Maps fit if they have the shapes, dtypes and device that the cache needs, and are
+    contiguous. The result is None if the maps fit.
     """
     batch, heads, _, depth = window.shape
     shapes = shapes_of_maps(Layout(depth, bits), batch, heads, kinds)

@@ -1,10 +1,12 @@
-"""The reference implementation, in plain PyTorch, of appending to two layers whose caches share
+"""The reference implementation, in plain PyTorch, of appending to two layers whose KV caches share
 directions (unit vectors).
 
-For each merged token and head, there is one direction for both layers' keys, and one for both
-layers' values. The functions are correct on any device and in any floating dtype. `merge` takes the
-position in the cache as an argument and does not wait for the device. `append` copies the number of
-tokens to the CPU, and so waits for the device.
+Older tokens are merged across the two layers. For each merged token and head, there is one
+direction for both layers' keys, and one for both layers' values. The latest tokens, and some older
+tokens, stay unmerged: each layer stores their keys and values exactly. The functions are correct on
+any device and in any floating dtype. `merge` takes the position in the cache as an argument and
+does not wait for the device. `append` copies the number of tokens to the CPU, and so waits for the
+device.
 
 Paper: MiniCache, arXiv 2405.14366.
 """
@@ -52,9 +54,9 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write new keys and values to the window of the lower of two merged layers.
+    """Write new keys and values of the lower of two layers to the layer's window of latest tokens.
 
-    For older tokens, merged layers share unit vectors of values, or of keys and values. A layer's
+    For older tokens, the two layers share unit vectors of values, or of keys and values. A layer's
     window is the memory for its latest tokens, which are stored exactly. A later append to the
     upper layer merges older tokens of the two layers. `k` and `v` have the shape (B, H, T, D).
     `own` contains the lower layer's `k_window`, `v_window` and `counts`. The first count is the
@@ -159,8 +161,8 @@ def merge(
     """Merge two layers' keys and values (`rows`), and store the results in the caches `pair`.
 
     Merging replaces a token's two keys by one shared direction (unit vector) and two lengths. The
-    two values are merged likewise. The first token of `rows` has the position `coded`. No value is
-    copied from the GPU to the CPU.
+    two values are merged likewise. The first token of `rows` has the position `coded`. The function
+    copies nothing from the GPU to the CPU.
     """
     shared, lower, upper, maps = pair
     count = rows[0].shape[2]

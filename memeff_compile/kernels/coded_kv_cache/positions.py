@@ -1,5 +1,5 @@
 """Average a key over its own and later positions, as if the same key appeared at each of them. Do
-the same for the outer product of two keys that move on by the same distance.
+the same for the outer product of two keys, as if both appeared again the same distance later.
 
 A rotary embedding rotates the channels i and i + D / 2 of a key, as a point of a plane. The angle
 is in proportion to the position. So a key that appears again `s` positions later is the same key,
@@ -20,9 +20,9 @@ def mean_key(
 ) -> Tensor:
     """Return, for each key in `x`, its mean while a rotary embedding rotates it to later positions.
 
-    The mean is over all real distances by which the key moves on, from 0 to `span` positions. From
-    one position to the next, a rotary embedding rotates the channels i and i + D / 2 by
-    `angles[i]`, in radians.
+    The mean is over all real distances from the key's own position to a later one, from 0 to `span`
+    positions. From one position to the next, a rotary embedding rotates the channels i and
+    i + D / 2 by `angles[i]`, in radians.
     """
     real, imaginary = _factor(angles.to(x.dtype), span)
     a, b = x.chunk(2, -1)
@@ -36,9 +36,9 @@ def mean_product(
 ) -> Tensor:
     """Return the mean of two keys' outer product while a rotary embedding rotates the two keys.
 
-    The two keys move on by the same distance. The mean is over all real distances from 0 to `span`
-    positions. From one position to the next, a rotary embedding rotates the channels i and
-    i + D / 2 by `angles[i]`, in radians.
+    Both keys are rotated by the same distance, as if they appeared at later positions. The mean is
+    over all real distances from 0 to `span` positions. From one position to the next, a rotary
+    embedding rotates the channels i and i + D / 2 by `angles[i]`, in radians.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

@@ -20,23 +20,25 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """The constants of the attention kernel: warps, stages, groups per step, and programs.
+    """The constants of the attention kernel: warps, pipeline stages, and how work is divided.
 
-    The stages are pipeline stages. A group is the tokens that are encoded together.
+    The work is divided into groups of cached tokens that are encoded together. In each step, an
+    iteration of its loop, a program processes one or a few groups.
     """
 
     warps: int  # warps per program
-    stages: int  # turns in flight
+    stages: int  # steps in flight
     at_once: int  # a step covers `at_once` * `halves_for` groups
     programs: int  # intended number of programs per multiprocessor
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
-    """Return the constants of the attention kernel: warps, stages, groups per step, and programs.
+    """Return the constants of the attention kernel: warps, pipeline stages, and how work is
+    divided.
 
-    The stages are pipeline stages. A group is the tokens that are encoded together. `depth` is the
-    head dimension, and `bits` the number of bits of a key's or value's code. `repeat` is the number
-    of query heads per key-value head. On Hopper, some tensor-core instructions are for one warp,
+    The work is divided into groups of cached tokens that are encoded together. `depth` is the head
+    dimension, and `bits` the number of bits of a key's or value's code. `repeat` is the number of
+    query heads per key-value head. On Hopper, some tensor-core instructions are for one warp,
     others for a group of four warps. Programs with one or two warps, or with tiles for 8 query
     heads, use those for one warp. For tiles for 16 query heads, Triton's instructions for four
     warps gave wrong results. The returned sizes were the fastest on an H200, in
