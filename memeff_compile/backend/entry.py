@@ -193,9 +193,9 @@ def compile(
             compresses the bf16 weights of linear layers with the lossless codec `win4`. Any codec
             (compressed format) of `compress_` can be passed. `compression_report(model)` returns
             the report of the compression. `ternary="a4.8"` calls `ternarize_(model, "a4.8")` before
-            the compilation. The call makes the weights of linear layers ternary. The recipe "a4.8"
-            says that these layers quantise their inputs to 4 or 8 bits. Any recipe of `ternarize_`
-            can be passed.
+            the compilation. The call makes the weights of linear layers ternary, except for output
+            projections. The recipe "a4.8" says that these ternary layers quantise their inputs to 4
+            or 8 bits. Any recipe of `ternarize_` can be passed.
 
     Returns:
         The module itself, compiled; for a function, the result of `torch.compile`.

@@ -87,8 +87,9 @@ class FusedLoss(ChunkedLossWrapper):  # type: ignore[misc]
         """Give the output projection (`lm_head`) a method that computes cross entropy from hidden
         states and labels.
 
-        FSDP2 gathers the projection's weight when code calls this method. If this package's op does
-        not support the projection, torchtitan computes the loss, and the log gives the reason.
+        FSDP2 gathers the projection's weight when code calls the new method. If this package's op
+        does not support the projection or its input, torchtitan computes the loss, and the log
+        gives the reason.
         """
         head = self.lm_head
         self._is_prepared, self._left = True, _unserved(head, pred, labels)

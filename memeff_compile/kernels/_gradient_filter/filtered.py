@@ -223,14 +223,14 @@ class Filtered(RowWalk):
         `compact`.
 
         The function also writes each row's base to `self.base`, in the order `rank`. Without
-        `values`, the bases are those of `base`, in the order of `compact`. These bases estimate
-        each row's log-sum-exp or largest logit.
+        `values`, the function takes the bases from `base`, which has the order of `compact`. These
+        bases estimate each row's log-sum-exp or largest logit.
 
         In a backward pass, `values` contains five numbers of each row (`row_values`). The first
-        number, the row's log-sum-exp, is then the base. The second and third are factors in the
-        gradients of the row's logits: of the softmax p, and of 1 at the target class. The function
-        writes these two factors to `self.factor`. `self.share` gets the factor of p, divided by the
-        larger of the two factors.
+        number, the row's log-sum-exp, is then the base. The second and third determine the
+        gradients of the row's logits. The second is the factor of the softmax p. The third is
+        subtracted at the target class. The function writes these two numbers to `self.factor`.
+        `self.share` gets the magnitude of the second, divided by the larger of both magnitudes.
         """
         rows, kept = self.extent, compact.kept
         if kept is None:

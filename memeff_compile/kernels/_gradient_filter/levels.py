@@ -70,9 +70,9 @@ def leaves_out(gradient_filter: str, depth: int) -> bool:
 
     A gradient filter drops these classes from a loss's gradients. `gradient_filter` is the filter's
     name, one of `GRADIENT_FILTERS`. The filter `exact` drops no class. If the hidden size is below
-    `LEAST_DEPTH` or no multiple of 8, no filter drops classes. At small hidden sizes, filtering
-    would take longer than the matrix products that it saves. The function assumes that the output
-    projection's weight is bf16 and contiguous.
+    `LEAST_DEPTH` or is not a multiple of 8, no filter drops classes. At small hidden sizes,
+    filtering would take longer than the matrix products that it saves. The function assumes that
+    the output projection's weight is bf16 and contiguous.
     """
     return gradient_filter != "exact" and depth >= LEAST_DEPTH and depth % 8 == 0
 

@@ -60,10 +60,12 @@ class RowWalk(Differentiating):
         return self.hidden.new_empty(sizes, dtype=torch.float32)
 
     def copy(self, source: Tensor, out: Tensor, order: Tensor | None, **how: Any) -> None:
-        """Copy hidden states of the rows (tokens) that `ignore_index` does not exclude.
+        """Copy hidden states of the rows (tokens) that the call computes.
 
-        `order` contains the source row of each copied row; None keeps the order. `how` contains
-        further arguments of `copy_rows`, such as `scale`, a factor for each row.
+        Rows whose target is `ignore_index` are left out, unless a result other than the loss needs
+        them. `order` contains the index of the source row of each copied row. If `order` is None,
+        the rows keep their order. `how` contains further arguments of `copy_rows`, such as `scale`,
+        a factor for each row.
         """
         copy_rows(source, out, self.tiling, order, self.selection.kept, launch=self.launch, **how)
 

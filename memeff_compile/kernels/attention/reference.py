@@ -48,9 +48,9 @@ class _Operands:
 
         The block contains the queries from `first` up to, not including, `stop`. The range contains
         the keys that these queries need, and only these keys have scores. The softcap and a bias
-        have been applied to the scores, a mask has not. The scores and the mask have the shape (B,
-        G, R, stop - first, keys), or broadcast to it. The axes are B sequences, G key-value heads,
-        and R query heads that share a key-value head.
+        have been applied to the scores, but a mask has not. The scores and the mask have the shape
+        (B, G, R, stop - first, keys), or broadcast to it. The axes are B sequences, G key-value
+        heads, and R query heads that share a key-value head.
         """
         low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
         keys = slice(low, high)

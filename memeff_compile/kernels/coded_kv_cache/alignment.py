@@ -141,7 +141,7 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two cache layers' matching heads, and sums of products of the layers' keys and values.
+    """Return two cache layers' matching heads, and sums of products of the layers' keys or values.
 
     To align two layers, lower and upper, the upper layer's rows are rotated towards those of the
     lower layer. A row is the key or the value of one token in one attention head. Each head of the

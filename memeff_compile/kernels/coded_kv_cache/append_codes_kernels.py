@@ -172,10 +172,10 @@ def _store_bytes(
     """Store bytes of packed codes: the codes of some channels of some tokens' keys or values.
 
     The channels of a key or value are split into equal parts, the column blocks (`parts_of`). A
-    column is a channel of such a block. `at` contains the indices of the tokens in their group, and
-    the indices of the columns in a block. A byte contains the codes that have the same column index
-    in all blocks. The function `_put` has packed the bytes. If codes have 8 bits, `_put` has
-    already stored them.
+    column is a channel of such a block. A group is the tokens that are encoded together. `at`
+    contains the indices of the tokens in their group, and the indices of the columns in a block. A
+    byte contains the codes that have the same column index in all blocks. The function `_put` has
+    packed the bytes. If codes have 8 bits, `_put` has already stored them.
 
     With 3-bit codes, the third (highest) bits of two tokens share a byte. For keys, the two tokens
     are neighbours. For values, token i of the first half of the given tokens shares a byte with

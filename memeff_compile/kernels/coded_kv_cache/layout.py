@@ -273,10 +273,11 @@ def channel_group(depth: int, scheme: str) -> int:
 
 
 def group_of(block: int, depth: int, bits: int) -> int:
-    """Return how many tokens a group has whose codes take `block` bytes in one head.
+    """Return how many tokens a group has if the group's codes take `block` bytes in one head.
 
     A group is the tokens whose keys, or values, are encoded together. Example: 64 tokens for 4096
-    bytes, 128 channels in a row and 4 bits per code.
+    bytes, 128 channels in a row and 4 bits per code. If `bits` is PLAIN, plain numbers take the
+    place of codes, and `block` counts these numbers instead of bytes.
     """
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
@@ -285,7 +286,8 @@ def value_bits_of(k_block: int, v_block: int, bits: int) -> int:
     """Return how many bits the codes of values have, given the bits of the keys' codes.
 
     Tokens are encoded in groups. `k_block` is the number of bytes of the codes of a group's keys,
-    in one head. `v_block` is the number of bytes of the codes of the group's values.
+    in one head. `v_block` is the number of bytes of the codes of the group's values. If `bits` is
+    PLAIN, plain numbers take the place of codes, and both arguments count these numbers.
     """
     return bits * v_block // k_block
 

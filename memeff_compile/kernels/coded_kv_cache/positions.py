@@ -36,9 +36,9 @@ def mean_product(
 ) -> Tensor:
     """Return the mean of two keys' outer product while a rotary embedding rotates the two keys.
 
-    Both keys are rotated by the same distance, as if they appeared at later positions. The mean is
-    over all real distances from 0 to `span` positions. From one position to the next, a rotary
-    embedding rotates the channels i and i + D / 2 by `angles[i]`, in radians.
+    Both keys are rotated as if they appeared again the same distance later. The mean is over all
+    real distances from 0 to `span` positions. From one position to the next, a rotary embedding
+    rotates the channels i and i + D / 2 by `angles[i]`, in radians.
     """
     angles = angles.to(x.dtype)
     (a, b), (c, d) = (half.chunk(2, -1) for half in x.chunk(2, -2))

@@ -22,8 +22,8 @@ MIN_ROWS = 8
 class Shapes:
     """The constants of the attention kernel: warps, pipeline stages, and how work is divided.
 
-    The work is divided into groups of cached tokens that are encoded together. In each step, an
-    iteration of its loop, a program processes one or a few groups.
+    Most cached tokens are encoded in groups. A step is an iteration of a program's loop over these
+    groups. In each step, the program processes one or a few groups.
     """
 
     warps: int  # warps per program
@@ -36,9 +36,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     """Return the constants of the attention kernel: warps, pipeline stages, and how work is
     divided.
 
-    The work is divided into groups of cached tokens that are encoded together. `depth` is the head
-    dimension, and `bits` the number of bits of a key's or value's code. `repeat` is the number of
-    query heads per key-value head. On Hopper, some tensor-core instructions are for one warp,
+    Most cached tokens are encoded in groups. The constants say how many groups a program processes
+    in one iteration of its loop, and how many programs a multiprocessor should run. `depth` is the
+    head dimension, and `bits` the number of bits of a key's or value's code. `repeat` is the number
+    of query heads per key-value head. On Hopper, some tensor-core instructions are for one warp,
     others for a group of four warps. Programs with one or two warps, or with tiles for 8 query
     heads, use those for one warp. For tiles for 16 query heads, Triton's instructions for four
     warps gave wrong results. The returned sizes were the fastest on an H200, in
