@@ -348,8 +348,8 @@ class FusedRows:
         """Join `parts`, the gradients of several groups of rows of logits, into one `FusedRows`.
 
         `join` concatenates or stacks the rows along a dimension. Return None if the parts differ in
-        more than their rows, for example in the output projection or in `outer`, the number that
-        multiplies the whole gradient.
+        more than their rows. For example, the parts may differ in the output projection, or in the
+        number `outer`, which multiplies the whole gradient.
         """
         parts = [part.recomputed for part in parts]
         first = parts[0]

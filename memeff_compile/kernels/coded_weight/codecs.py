@@ -134,9 +134,9 @@ def sheltered(count: int) -> int:
 class Outcome:
     """The result of encoding a new value into a weight's coded tensors: whether the codes fitted.
 
-    A list is a coded tensor whose needed length depends on the weight's values, such as the list of
-    elements whose exponents have no code. The codes fit if each list of the weight is long enough.
-    The CPU knows the result only after the GPU has run the kernels.
+    A list is a coded tensor whose needed length depends on the weight's values. An example is the
+    list of elements whose exponents have no code. The codes fit if each list of the weight is long
+    enough. The CPU knows the result only after the GPU has run the kernels.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class Outcome:
     def fetch(self) -> None:
         """Start an asynchronous copy of each list's needed length to the CPU.
 
-        A list is a coded tensor whose needed length depends on the weight's new value, such as the
-        list of elements whose exponents have no code. A spill buffer is CPU memory for a value
-        whose codes do not fit. If there is a spill buffer, GPU kernels write the needed lengths to
-        its header. Then this method copies nothing.
+        A list is a coded tensor whose needed length depends on the weight's new value. An example
+        is the list of elements whose exponents have no code. A spill buffer is CPU memory for a
+        value whose codes do not fit. If there is a spill buffer, GPU kernels write the needed
+        lengths to its header. Then this method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:

@@ -282,8 +282,8 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x (the tokens) that belong to patches (elements whose exponents have no
-    code)."""
+    """Load the numbers of x (the tokens) by which the kernel multiplies patches (elements whose
+    exponents have no code)."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]

@@ -84,7 +84,7 @@ def bytes_before(
 class How(NamedTuple):
     """The properties of a call of `memeff::linear_cross_entropy` on which the op's memory depends.
 
-    The memory also depends on the sizes N (rows), D (hidden size) and V (vocabulary), which are no
+    The memory also depends on the sizes N (rows), D (hidden size) and V (vocabulary), which are not
     fields of this class.
     """
 

@@ -132,9 +132,9 @@ class Part(NamedTuple):
         computes them for its own classes. The results of all ranks are merged into results over all
         classes. `grads` contains the training loss's gradients with respect to the merged results.
 
-        On the rank that has a row's target, the gradient of the row's loss stays unchanged. The
-        other ranks add this gradient to that of the log-sum-exp. There, the row's loss depends on
-        the rank's results only through the log-sum-exp.
+        On the rank that has a row's target, the gradient with respect to the row's loss stays
+        unchanged. The other ranks add this gradient to the one with respect to the log-sum-exp.
+        There, the row's loss depends on the rank's results only through the log-sum-exp.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)

@@ -239,9 +239,9 @@ def makes_gradients_in_forward_adapted(
     """Return whether one loop over blocks of tokens computes a scalar loss and its gradients.
 
     The output projection has a LoRA adapter. The result is false if the projection's own weight
-    trains, because the weight's gradient would be rounded once per block, or stored in fp32. For
-    fp16, the result is false, because the range of fp16 is too small for gradients that are scaled
-    afterwards.
+    trains. In one loop, the weight's gradient would be rounded once per block, or stored in fp32.
+    For fp16, the result is false, because the range of fp16 is too small for gradients that are
+    scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -258,12 +258,11 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether one loop over blocks of tokens computes a scalar loss and its gradients, if
-    the output projection is split over ranks.
+    """Return whether one loop over blocks of tokens computes a scalar loss and its gradients.
 
-    All ranks get the same result, whatever their GPUs. The result is false with a gradient filter,
-    which drops small gradients of the logits. A filter chooses these gradients by the softmax over
-    all classes, which a single loop knows too late.
+    The output projection is split over ranks. All ranks get the same result, whatever their GPUs.
+    The result is false with a gradient filter, which drops small gradients of the logits. A filter
+    chooses these gradients by the softmax over all classes, which a single loop knows too late.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False

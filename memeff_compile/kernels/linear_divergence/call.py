@@ -270,8 +270,9 @@ def slots_for(
 ) -> Slots:
     """Choose the number of slots (buffers for the logits' gradients of a block of rows).
 
-    The function chooses as many slots as fit into the workspace, usually up to `SLOTS`. The number
-    never exceeds the number of blocks of rows.
+    The function chooses as many slots as fit into the workspace, but at least one. The number never
+    exceeds the number of blocks of rows. A teacher's logits use one more slot, or the memory of the
+    weight's gradient. If they use a slot, there are at most `SLOTS` slots in total.
 
     - `rows`: the number of rows in the call.
     - `columns`: the number of columns in a slot.

@@ -450,8 +450,7 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write the codes of a block of values; with HAS_REST, also write the weighted sum of the
-    values.
+    """Write the codes of a block of values. With HAS_REST, also write the values' weighted sum.
 
     The kernel `_quantized_attention_prepare_total_kernel` reads both, and computes sums of the
     codes' rounding errors. In the weighted sum, each value usually has the weight 1. The queries
