@@ -53,8 +53,11 @@ def planned_for(device: torch.device, gpu: Gpu = H200) -> Iterator[None]:
 
 
 def where_it_runs(device: torch.device) -> torch.device:
-    """Return the device for which implementations are chosen: the planned device (see
-    `planned_for`) if there is one, otherwise `device`."""
+    """Return the device for which implementations are chosen.
+
+    Inside the context `planned_for`, the result is the device that was passed to `planned_for`.
+    Otherwise, the result is `device`.
+    """
     planned = _planned.get()
     return device if planned is None else planned.device
 

@@ -331,8 +331,10 @@ class FusedRows:
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return this gradient of rows of logits with all dimensions but the last, the vocabulary,
-        reshaped to the sizes `rows`."""
+        """Return this gradient of rows of logits with other dimensions of rows.
+
+        The sizes `rows` replace all dimensions except the last one, the vocabulary.
+        """
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
         held = {name: getattr(self, name) for name in _OF_ROWS}
@@ -346,7 +348,8 @@ class FusedRows:
         """Join `parts`, the gradients of several groups of rows of logits, into one `FusedRows`.
 
         `join` concatenates or stacks the rows along a dimension. Return None if the parts differ in
-        more than their rows, for example in the output projection or the factor `outer`.
+        more than their rows. For example, the parts may differ in the output projection, or in the
+        number `outer`, which multiplies the whole gradient.
         """
         parts = [part.recomputed for part in parts]
         first = parts[0]
@@ -405,9 +408,10 @@ class FusedRows:
         )
 
     def times_p(self) -> FusedRows:
-        """Return this gradient multiplied by the probabilities p.
+        """Return this gradient multiplied by p, the probabilities of the classes.
 
-        `self` is the loss's gradient with respect to the products p log p. The result is the loss's
+        A loss may contain the products p log p, for example in the entropy of a row's softmax.
+        `self` is the loss's gradient with respect to these products. The result is the loss's
         gradient with respect to the factor log p, with the factor p held constant. The products
         must be summed over the classes. Then their gradient is one number per row, the same for all
         classes. The field `total` contains these numbers, and the fields `nll`, `lse` and `plogp`
@@ -416,9 +420,10 @@ class FusedRows:
         return replace(self, total=None, lse=self.total)
 
     def times_log_p(self) -> FusedRows:
-        """Return this gradient multiplied by the log-probabilities log p.
+        """Return this gradient multiplied by log p, the log-probabilities of the classes.
 
-        `self` is the loss's gradient with respect to the products p log p. The result is the loss's
+        A loss may contain the products p log p, for example in the entropy of a row's softmax.
+        `self` is the loss's gradient with respect to these products. The result is the loss's
         gradient with respect to the factor p, with the factor log p held constant."""
         return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
 

@@ -39,7 +39,7 @@ class Part(Protocol):
 
     @property
     def place(self) -> Place:
-        """Return the size, strides and offset of this view of the logits in its `Memory`."""
+        """Return the size, strides and offset of this view in the memory of the whole logits."""
 
     @property
     def window(self) -> tuple[Part, Callable[[Tensor], Tensor]] | None:

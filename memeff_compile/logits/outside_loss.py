@@ -11,13 +11,14 @@ handler returns the function's result, which `memeff::linear_cross_entropy` comp
 states and the output projection. If a handler declines a call, PyTorch's function runs on the
 computed logits.
 
-`_Rows` is the autograd function that turns logits into a few numbers per row (token). The backward
-pass of `_Rows` returns the gradient of the logits in a compact form (`FusedRows`, a few numbers per
-row). Code may take views of the logits, cast them, or multiply them by a number before it computes
-the loss. Autograd passes the compact gradient back through these operations. The autograd graph of
-the logits is the same as in eager PyTorch. If a hook, `retain_grad` or `torch.autograd.grad` reads
-the gradient, it gets a dense tensor. Log-probabilities (`_LogSoftmax`) are deferred too.
-Log-probabilities that code only gathers, sums or passes to `nll_loss` are never computed.
+`_Rows` is the autograd function that computes a few numbers per row (token) of deferred logits,
+such as the log-sum-exp. The backward pass of `_Rows` returns the gradient of the logits in a
+compact form (`FusedRows`, a few numbers per row). Code may take views of the logits, cast them, or
+multiply them by a number before it computes the loss. Autograd passes the compact gradient back
+through these operations. The autograd graph of the logits is the same as in eager PyTorch. If a
+hook, `retain_grad` or `torch.autograd.grad` reads the gradient, it gets a dense tensor.
+Log-probabilities (`_LogSoftmax`) are deferred too. Log-probabilities that code only gathers, sums
+or passes to `nll_loss` are never computed.
 """
 
 from __future__ import annotations
@@ -134,8 +135,10 @@ class _Rows(_Function):
 
 
 class _Total(_Function):
-    """The autograd function that computes the sum of the rows' losses divided by a number; its
-    forward pass also computes the gradients.
+    """The autograd function that computes the sum or the mean of the rows' losses.
+
+    A row is a token. For the mean, the argument `norm` of `forward` is the number of rows whose
+    targets are not ignored. The forward pass also computes the gradients.
     """
 
     @staticmethod
@@ -196,7 +199,10 @@ def _differentiable(
 
 
 class _LogSoftmax(_Function):
-    """The autograd function from logits to log-probabilities, both computed when first read."""
+    """The autograd function that turns deferred logits into deferred log-probabilities.
+
+    Deferred values are computed when first read.
+    """
 
     @staticmethod
     def forward(ctx: Any, view: View, recipe: LogitsRecipe) -> View:
@@ -226,7 +232,10 @@ class _LogSoftmax(_Function):
 
 
 class _Exp(_Function):
-    """The autograd function from log-probabilities to probabilities, both computed when read."""
+    """The autograd function that turns deferred log-probabilities into deferred probabilities.
+
+    Deferred values are computed when first read.
+    """
 
     @staticmethod
     def forward(ctx: Any, logs: View) -> View:
@@ -486,10 +495,11 @@ def _last(view: View, dim: Any) -> bool:
 def _served(view: View, spelling: str, **asked: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, log-sum-exp and sum of each row (token) of `view`, from the fused loss op.
 
-    `view` contains logits or log-probabilities that are computed when first read. The sum is over
-    a row's values, each multiplied by the weight of its class if `asked` has a `column_weight`.
-    The op runs with autograd. A result that `asked` does not request is None. `spelling` is the
-    name under which the call is counted.
+    `view` contains logits or log-probabilities that are computed when first read. The sum is over a
+    row's values, each multiplied by the weight of its class if `asked` has a `column_weight`. The
+    op runs with autograd. A result that `asked` does not request is None. `spelling` names the
+    PyTorch functions that the op replaces, such as "log_softmax + gather". The report counts fused
+    calls by this name.
     """
     source = view.memory.source
     source.require_unchanged()

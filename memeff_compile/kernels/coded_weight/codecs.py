@@ -134,9 +134,9 @@ def sheltered(count: int) -> int:
 class Outcome:
     """The result of encoding a new value into a weight's coded tensors: whether the codes fitted.
 
-    A list is a coded tensor whose needed length depends on the weight's values, such as the list of
-    uncoded elements. The codes fit if each list of the weight is long enough. The CPU knows the
-    result only after the GPU has run the kernels.
+    A list is a coded tensor whose needed length depends on the weight's values. An example is the
+    list of elements whose exponents have no code. The codes fit if each list of the weight is long
+    enough. The CPU knows the result only after the GPU has run the kernels.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class Outcome:
     ) -> None:
         """Store the needed and the available lengths of the weight's tensors of variable length.
 
-        These tensors are the weight's lists, such as the list of uncoded elements. Their needed
-        lengths depend on the weight's values. A spill buffer is memory for a value whose codes do
-        not fit. Also store `refuge`, the spill buffer, if there is one. GPU kernels write the
-        needed lengths to its header. If a list is too short, the kernels also write the weight's
-        new value to the spill buffer.
+        These tensors are the weight's lists, such as the list of elements whose exponents have no
+        code. Their needed lengths depend on the weight's values. A spill buffer is memory for a
+        value whose codes do not fit. Also store `refuge`, the spill buffer, if there is one. GPU
+        kernels write the needed lengths to its header. If a list is too short, the kernels also
+        write the weight's new value to the spill buffer.
         """
         self._needed, self._rooms, self._refuge = needed, rooms, refuge
         self._event: torch.cuda.Event | None = None
@@ -176,11 +176,12 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start to copy to the CPU the lengths that the weight's lists need, without waiting.
+        """Start an asynchronous copy of each list's needed length to the CPU.
 
-        A list is a coded tensor whose needed length depends on the weight's new value, such as the
-        list of uncoded elements. A spill buffer is CPU memory for a value whose codes do not fit.
-        If there is one, GPU kernels write the lengths to it, and this method copies nothing.
+        A list is a coded tensor whose needed length depends on the weight's new value. An example
+        is the list of elements whose exponents have no code. A spill buffer is CPU memory for a
+        value whose codes do not fit. If there is a spill buffer, GPU kernels write the needed
+        lengths to its header. Then this method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:
@@ -365,7 +366,7 @@ def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     """Return where each chunk of weights begins in the bit streams and in the list of patches
-    (uncoded elements).
+    (elements whose exponents have no code).
     """
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
@@ -378,7 +379,8 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
-    """Write the positions and values of a weight's patches (uncoded elements) to `lists`.
+    """Write the positions and values of a weight's patches (elements whose exponents have no code)
+    to `lists`.
 
     The first tensor of `lists` already contains the index at which the patches of each chunk (8192
     weights) start.
@@ -502,10 +504,10 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     decoded weight on the same GPU. Afterwards the coded tensors contain no valid weight until
     `encode_soon` has encoded the updated weight into them. Pass this function's result to
     `encode_soon` as its argument `counts`. For the codec (compressed format) `win4`, the result
-    counts the patches (uncoded elements) of the updated weight. For other codecs, the result is
-    None. The codec must be lossless. The function `steps`, which checks the gradient's dtype, size
-    and memory layout, must have returned True. If memory runs out, this function raises an error
-    and has changed no coded tensor.
+    counts the updated weight's patches (elements whose exponents have no code). For other codecs,
+    the result is None. The codec must be lossless. The function `steps`, which checks the
+    gradient's dtype, size and memory layout, must have returned True. If memory runs out, this
+    function raises an error and has changed no coded tensor.
     """
     if form.codec == "win4":
         return _code_win4(gradient, parts, by)

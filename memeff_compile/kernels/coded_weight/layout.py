@@ -239,14 +239,14 @@ def _piece_lists(count: int) -> int:
 
 def piece_words(count: int, room: int) -> int:
     """Return the length of a weight's allocation in 32-bit words, with space for at least `room`
-    patches (uncoded elements).
+    patches (elements whose exponents have no code).
     """
     return _piece_lists(count) + -(-room // (2 * PIECE_APART)) * 2 * PIECE_APART
 
 
 def piece_room(count: int, words: int) -> int:
-    """Return how many patches (uncoded elements) fit into a weight's allocation of a given
-    number of 32-bit words."""
+    """Return how many patches (elements whose exponents have no code) fit into a weight's
+    allocation of a given number of 32-bit words."""
     return words - _piece_lists(count)
 
 
@@ -255,7 +255,8 @@ def piece_places(count: int, words: int) -> tuple[tuple[int, int], ...]:
     words.
 
     A compressed weight consists of several tensors, such as codes and signs. The tensors are in the
-    order of `Format.parts`. The lists of patches (uncoded elements) have two numbers per word.
+    order of `Format.parts`. The lists of patches (elements whose exponents have no code) have two
+    numbers per word.
     """
     chunks, room = padded(count) // CHUNK, piece_room(count, words)
     signs = PIECE_APART + chunks * (CHUNK // 8)

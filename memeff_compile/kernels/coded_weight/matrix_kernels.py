@@ -61,11 +61,13 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return a 32-bit word with the sign and mantissa bits of four pairs of neighbouring weights.
+    """Return the sign and mantissa bits of eight weights in the two halves of a 32-bit word.
 
-    The first weight of each pair has its bits in the lower half of the word. The second weight's
-    bits are 16 positions higher. FIELD is the number of sign and mantissa bits of a weight. If
-    FIELD is 8, a word contains only two pairs, and the function returns the word unchanged.
+    `word` contains FIELD bits for each weight of four pairs of neighbouring weights. The lower bits
+    of `word` belong to the first weights of the pairs, the upper bits to the second weights. In the
+    result, the first weights have their bits from bit 0 on, the second weights from bit 16 on. If
+    FIELD is 4 or 8, `word` has this order already, and the function returns `word` unchanged. If
+    FIELD is 8, `word` contains only two pairs.
     """
     word = word.to(gl.int32)
     if FIELD == 2:
@@ -77,8 +79,11 @@ def _spread(word, FIELD: gl.constexpr):
 
 @gluon.jit
 def _narrow_signs(fields, PAIR: gl.constexpr, FIELD: gl.constexpr):
-    """Return two weights in one 32-bit word, with exponents of zero, from sign and mantissa fields
-    of 1, 2 or 4 bits."""
+    """Return two bf16 weights whose exponent bits are still zero, packed into one 32-bit word.
+
+    `fields` contains the sign and mantissa bits of eight weights, 1, 2 or 4 bits for each weight.
+    The returned weights are pair number PAIR.
+    """
     if FIELD == 2:  # one product moves sign and mantissa, as the bits of a half are eight
         signs = (fields * (0x4040 >> (2 * PAIR))) & -0x7FBF7FC0
     else:
@@ -162,11 +167,12 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where some rows of the weight are stored, and the range of their patches (uncoded
-    elements) in the lists of patches.
+    """Return where some rows of the weight are stored, and the range of their patches in the lists
+    of patches.
 
-    A chunk is 8192 consecutive elements of the weight. Three numbers describe the position of the
-    rows: the first chunk, the number of chunks, and the position in the first chunk.
+    Patches are elements of the weight whose exponents have no code. A chunk is 8192 consecutive
+    elements of the weight. Three numbers describe the position of the rows: the first chunk, the
+    number of chunks, and the position in the first chunk.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -180,7 +186,8 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return the indices of the patches (uncoded elements) that each warp loads at a time.
+    """Return the indices of the patches (elements whose exponents have no code) that each warp
+    loads at a time.
 
     The result has the shape (WARPS, PATCHES).
     """
@@ -195,8 +202,10 @@ def own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def some_patches(each, end, places_ptr, values_ptr):
-    """Load positions and values of patches (uncoded elements); positions from index `end` on
-    are -1."""
+    """Load positions and values of patches (elements whose exponents have no code).
+
+    Positions from index `end` on are -1.
+    """
     place = gl.load(places_ptr + each, mask=each < end, other=-1).to(gl.int32)
     return place, gl.load(values_ptr + each, mask=each < end, other=0)
 
@@ -213,7 +222,8 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x (the tokens) with patches (uncoded elements) of the weight to `acc`.
+    """Add the products of x (the tokens) with patches (elements whose exponents have no code) of
+    the weight to `acc`.
 
     The patches are those in the program's rows of the weight. `found` contains the position of
     these rows and the range of their patches. The warps of a program share the work.
@@ -251,7 +261,7 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row and column of each loaded patch (an uncoded element).
+    """Return the row and column of each loaded patch (an element whose exponent has no code).
 
     Rows are counted from the first row of the tile, columns from the start of the weight's row. A
     patch before the tile gets row -1, as does an entry that is no patch. A patch after the tile
@@ -272,7 +282,8 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x (the tokens) by which patches (uncoded elements) are multiplied."""
+    """Load the numbers of x (the tokens) by which the kernel multiplies patches (elements whose
+    exponents have no code)."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
@@ -281,8 +292,8 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add to `acc` the products of patches (uncoded elements) with the columns of x (the tokens)
-    that belong to these patches.
+    """Add to `acc` the products of patches (elements whose exponents have no code) with their
+    columns of x (the tokens).
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -305,7 +316,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x (the tokens) with patches (uncoded elements) to `acc`, like `patched`.
+    """Add the products of x (the tokens) with patches (elements whose exponents have no code) to
+    `acc`, like `patched`.
 
     In each round of the loop, each warp multiplies PATCHES patches. In the tiles that
     `shapes.matrix_tile` chooses, PATCHES is 16 for this function, and 32 for `patched`. This
@@ -534,10 +546,10 @@ def _half_operand(
 ):
     """Decode 64 of the 128 columns of half a group of weights to bf16, for each row of a tile.
 
-    A group is 256 neighbouring weights of a row. Of each 64 neighbouring columns, the first half of
-    the group has the first 32, the second half the others. With STEP 0, the function decodes the
-    first 64 columns of the half, with STEP 1 the others. The columns are in the order in which
-    `_coded_weight_win4_order_kernel` writes the columns of x.
+    A group is 256 neighbouring weights of a row. The two halves of a group alternate every 32
+    columns: the first half has columns 0 to 31, 64 to 95, and so on. With STEP 0, the function
+    decodes the first 64 columns of the half, with STEP 1 the others. The columns are in the order
+    in which `_coded_weight_win4_order_kernel` writes the columns of x.
     """
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)
@@ -569,8 +581,8 @@ def _row_scale(power, norm, C: gl.constexpr):
 def _half_norms(norms_ptr, first, half, is_row, C: gl.constexpr):
     """Load the 7-bit normalisers (scales) of half a group of weights, for each row of a tile.
 
-    A group is 256 neighbouring weights of a row. For each row, `first` contains the index of the
-    row's first group.
+    A group is 256 neighbouring weights of a row. The two halves of a group alternate every 32
+    columns. For each row, `first` contains the index of the row's first group.
     """
     norm_0 = first  # which is not read
     if C.BLOCK > 0:
@@ -637,9 +649,9 @@ def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load `NOTED` patches (uncoded elements), from index `begin` on, before they are needed,
-    so that later pipeline steps do not wait for memory.
+    """Load `NOTED` patches (elements whose exponents have no code), from index `begin` on.
 
+    Patches are loaded before they are needed, so that later pipeline steps do not wait for memory.
     The position of an entry after the last patch is -1.
     """
     several: gl.constexpr = gl.BlockedLayout(
@@ -659,8 +671,9 @@ def _note_patches(
     row_length,
     C: gl.constexpr,
 ):
-    """Store the rows, columns and values of the loaded patches (uncoded elements) in shared
-    memory.
+    """Store the rows, columns and values of the loaded patches in shared memory.
+
+    A patch is an element of the weight whose exponent has no code.
     """
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
@@ -683,8 +696,9 @@ def _note_patches(
 def _noted(notes, batch, layout: gl.constexpr):
     """Return 64 numbers of `notes`, from index 64 * `batch` on.
 
-    `notes` is a tensor in shared memory with one number for each patch (uncoded element): its row,
-    column or value. `_note_patches` has written the tensor.
+    A patch is an element of the weight whose exponent has no code. `_note_patches` has written
+    three tensors in shared memory: the rows, the columns and the values of patches. `notes` is one
+    of these tensors.
     """
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
@@ -692,8 +706,10 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying to shared memory the columns of x (the tokens) by which 64 patches (uncoded
-    elements) are multiplied.
+    """Start copying the columns of x (the tokens) that belong to 64 patches to shared memory.
+
+    A patch is an element of the weight whose exponent has no code. The kernel multiplies a patch by
+    its column of x.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
@@ -740,8 +756,8 @@ def _coded_weight_matrix_win4_wide_kernel(
 
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
-    kernel multiplies the patches (uncoded elements) last. One step multiplies 64 patches by the
-    columns of x that belong to them.
+    kernel multiplies the patches (elements whose exponents have no code) last. One step multiplies
+    64 patches by the columns of x that belong to them.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device functions that the kernels of all codecs (compressed formats of weights) share. Some
 functions process pairs of weights, each pair in one 32-bit word. Other functions process patches
-(uncoded elements) or histograms.
+(elements whose exponents have no code) or histograms.
 
 A pair word is a 32-bit word that contains two neighbouring bf16 weights. The sign and mantissa bits
 of each weight come from one byte. The kernel inserts the exponents between sign and mantissa, for
@@ -31,7 +31,7 @@ def as_words(pointer):
 
 @triton.jit
 def even_bytes(word):
-    """Return two bf16 weights with exponents of zero, packed into one 32-bit word.
+    """Return two bf16 weights whose exponent bits are still zero, packed into one 32-bit word.
 
     Their signs and mantissas are the bytes 0 and 2 of `word`.
     """
@@ -40,7 +40,7 @@ def even_bytes(word):
 
 @triton.jit
 def odd_bytes(word):
-    """Return two bf16 weights with exponents of zero, packed into one 32-bit word.
+    """Return two bf16 weights whose exponent bits are still zero, packed into one 32-bit word.
 
     Their signs and mantissas are the bytes 1 and 3 of `word`.
     """
@@ -49,7 +49,7 @@ def odd_bytes(word):
 
 @triton.jit
 def narrow_fields(word, PAIR: tl.constexpr, FIELD: tl.constexpr):
-    """Return two bf16 weights with exponents of zero, packed into one 32-bit word.
+    """Return two bf16 weights whose exponent bits are still zero, packed into one 32-bit word.
 
     `word` contains eight fields. A field is the sign and mantissa of one weight, in FIELD bits: 1,
     2 or 4. The two weights have the fields PAIR and PAIR + 4.
@@ -115,8 +115,8 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 @triton.jit
 def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
-    """Apply the optimizer step to the patches (uncoded elements) of one program, with their
-    gradients.
+    """Apply the optimizer step to the patches (elements whose exponents have no code) of one
+    program, with their gradients.
 
     When this function returns, all threads have read the gradients, so the caller may overwrite
     them.
@@ -181,10 +181,12 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return a 32-bit word with the sign and mantissa bits of four pairs of neighbouring weights.
+    """Return the sign and mantissa bits of eight weights in the two halves of a 32-bit word.
 
-    The first weight of each pair has its bits in the lower half of the word. The second weight's
-    bits are 16 positions higher.
+    `word` contains FIELD bits for each weight of four pairs of neighbouring weights. The lower bits
+    of `word` belong to the first weights of the pairs, the upper bits to the second weights. In the
+    result, the first weights have their bits from bit 0 on, the second weights from bit 16 on. If
+    FIELD is 4, `word` has this order already.
     """
     if FIELD == 2:
         word = (word & 0xFF) | ((word << 8) & 0xFF0000)
@@ -246,8 +248,8 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """From a range of patches (uncoded elements), load the first PATCHES ones before they are
-    needed. So the code that stores these patches does not wait for memory.
+    """From a range of patches (elements whose exponents have no code), load the first PATCHES ones
+    before they are needed. So the code that stores these patches does not wait for memory.
 
     If the range has fewer than PATCHES patches, each remaining loaded position is -1.
     """
@@ -259,8 +261,8 @@ def first_patches(patches, PATCHES: tl.constexpr):
 
 @triton.jit
 def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
-    """Overwrite decoded weights with the patches (uncoded elements). The program has stored
-    `WEIGHTS` decoded weights, from index `first` on.
+    """Overwrite decoded weights with the patches (elements whose exponents have no code). The
+    program has stored `WEIGHTS` decoded weights, from index `first` on.
 
     `first_patches` has already loaded the first of these patches.
     """
@@ -308,11 +310,12 @@ def _coded_weight_pair_patches_kernel(
     room,  # elements of the list
     BLOCK: tl.constexpr,
 ):
-    """Write the positions and values of one chunk's patches to two lists.
+    """Write the positions and values of one chunk's patches (weights whose exponents have no code)
+    to two lists.
 
-    A chunk has 8192 weights. Patches are weights whose exponents have no code in the compressed
-    format (codec) `tier`, which codes exponents in 2, 4 or 8 bits. The patches have the order of
-    the weights. The kernel drops patches beyond the end of the lists.
+    A chunk has 8192 weights. The compressed format (codec) is `tier`, which codes exponents in 2, 4
+    or 8 bits. The patches have the order of the weights. The kernel drops patches beyond the end of
+    the lists.
     """
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
@@ -360,10 +363,10 @@ def _coded_weight_pair_shelter_kernel(
 ):
     """Write to a spill buffer how long a weight's COUNT coded tensors of variable length must be.
 
-    These tensors are the weight's lists, such as the list of uncoded elements. Their needed lengths
-    depend on the weight's values. The lengths go to the header of the spill buffer. A spill buffer
-    is memory for weights whose new codes do not fit into their coded tensors. If one of the lists
-    is too short, also write the weight's value to the spill buffer.
+    These tensors are the weight's lists, such as the list of elements whose exponents have no code.
+    Their needed lengths depend on the weight's values. The lengths go to the header of the spill
+    buffer. A spill buffer is memory for weights whose new codes do not fit into their coded
+    tensors. If one of the lists is too short, also write the weight's value to the spill buffer.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

@@ -92,13 +92,13 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def pack_signs(values: Tensor, bits: int) -> Tensor:
-    """Pack a flat tensor of sign and mantissa fields, of `bits` bits each, in the order that
-    kernels read.
+    """Pack the sign and mantissa bits of weights in the order that kernels read.
 
-    Each thread of a warp reads eight fields. Fields of eight bits take two 32-bit words per thread.
-    Each word contains two pairs of fields, one in its even bytes and one in its odd bytes. Smaller
-    fields are stored one after another. The eight fields of a thread then take 8, 16 or 32 bits
-    together.
+    `values` is one-dimensional, with one number per weight: its field of `bits` sign and mantissa
+    bits. Each thread of a warp reads eight fields. Fields of eight bits take two 32-bit words per
+    thread. Each word contains two pairs of fields, one in its even bytes and one in its odd bytes.
+    Smaller fields are stored one after another. The eight fields of a thread then take 8, 16 or 32
+    bits together.
     """
     lanes = _grouped(values)
     if bits == 8:
@@ -110,7 +110,10 @@ def pack_signs(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_signs(signs: Tensor, bits: int) -> Tensor:
-    """Return the flat sign and mantissa fields from the output of `pack_signs`, as int16."""
+    """Return the sign and mantissa bits of weights from the output of `pack_signs`.
+
+    The result is one-dimensional, with one int16 number per weight.
+    """
     if bits == 8:
         split = signs.view(torch.uint8).view(-1, 2, LANES, 2, 2).permute(0, 1, 4, 2, 3)
         return split.reshape(-1).to(torch.int16)
@@ -119,15 +122,16 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of patches (uncoded elements) in each chunk (8192 weights), their positions
-    in the chunk, and their bit patterns."""
+    """Return the number of patches (elements whose exponents have no code) in each chunk (8192
+    weights), their positions in the chunk, and their bit patterns."""
     counts = is_patch.view(-1, CHUNK).sum(1)
     places = is_patch.nonzero().view(-1)
     return counts, (places % CHUNK).to(torch.int16), patterns[places]
 
 
 def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the lists of patches (uncoded elements) of consecutive blocks of weights into one list.
+    """Join the lists of patches (elements whose exponents have no code) of consecutive blocks of
+    weights into one list.
 
     A block contains one or several chunks of 8192 weights. Return the index at which each chunk's
     patches start, the positions of the patches in their chunks, and their values.
@@ -138,7 +142,8 @@ def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, T
 
 
 def _patched(starts: Tensor, places: Tensor) -> Tensor:
-    """Return the positions of a weight's patches (uncoded elements) in the flat weight.
+    """Return the positions of a weight's patches (elements whose exponents have no code) in the
+    flat weight.
 
     `places` contains each patch's position in its chunk (8192 elements). `starts` contains the
     index in `places` at which each chunk's patches start. The function does not read the spare
@@ -175,7 +180,7 @@ def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 def decode_win4(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """Yield a weight's exponents as flat int16 tensors, about a million at a time. The caller must
-    still insert the patches (uncoded elements)."""
+    still insert the patches (elements whose exponents have no code)."""
     header, codes = parts[:2]
     for piece in _pieces(size):
         fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
@@ -283,7 +288,7 @@ def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Te
 
 def decode_tier(parts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
     """Yield a weight's exponents as flat int16 tensors, about a million at a time. The caller must
-    still insert the patches (uncoded elements)."""
+    still insert the patches (elements whose exponents have no code)."""
     header, first_words, second_stream, third_stream, starts = parts[:5]
     narrow, middle, wide = header.tolist()
     for piece in _pieces(size):
@@ -444,10 +449,10 @@ def with_signs(
 
     `whole` contains the bit patterns (16 bits each) of the weight to encode. For a lossy format,
     `patterns` contains the patterns after `normalise`: scaled block by block, and rounded to fewer
-    mantissa bits. Otherwise `patterns` is `whole`. If the format has a list of patches (uncoded
-    elements), this function also writes their values in place, to the tensor `patch_values` of
-    `parts`. A patch's value is its 16 bits in `whole`. In the returned tensor of sign and mantissa
-    fields, the field of each patch is zero.
+    mantissa bits. Otherwise `patterns` is `whole`. If the format has a list of patches (elements
+    whose exponents have no code), this function also writes their values in place, to the tensor
+    `patch_values` of `parts`. A patch's value is its 16 bits in `whole`. In the returned tensor of
+    sign and mantissa fields, the field of each patch is zero.
     """
     if "patch_values" in form.parts:  # a patch is the weight itself, and has no sign elsewhere
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)

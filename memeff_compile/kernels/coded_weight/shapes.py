@@ -75,7 +75,8 @@ class WideTile:
 
     @property
     def noted(self) -> int:
-        """Return how many patches (uncoded elements) a program processes at once."""
+        """Return how many patches (elements whose exponents have no code) a program processes at
+        once."""
         return 4 * self.rows
 
 
@@ -282,13 +283,14 @@ def fits_halves(block: int, columns: int, mantissa: int) -> bool:
 
 
 def halves_tile(rows: int, columns: int, mantissa: int, processors: int) -> MatrixTile:
-    """Return the tile that was fastest on an H200 for multiplying one token by a lossily compressed
-    weight in fp16.
+    """Return the tile for multiplying one token by a lossily compressed weight in fp16.
 
-    The weights for queries, keys and values of usual models get the same tile, so that one launch
-    multiplies all three. Fewer warps would be up to 7 % faster for a weight of 4096 x 4096, but not
-    for weights of other sizes. With more than 32 groups of 256 columns, the tile has four warps for
-    any number of rows. Eight warps were 10 % slower for a weight of 4096 x 14336.
+    Of the measured numbers of warps, the tile has the one that was fastest on an H200. This is true
+    of each measured weight for which `fits_halves` returns True, except 4096 x 4096. For this size,
+    the tile has eight warps. Four warps would be up to 7 % faster. With eight warps, the weights
+    for queries, keys and values of usual models get the same tile. So one launch multiplies all
+    three. With more than 32 groups of 256 columns, the tile has four warps for any number of rows.
+    Eight warps were 10 % slower for a weight of 4096 x 14336 with 3 mantissa bits.
     """
     programs, groups, warps = -(-rows // 16), columns // GROUP, 2 if mantissa == 3 else 4
     if groups > 32:

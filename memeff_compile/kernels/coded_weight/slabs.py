@@ -40,8 +40,8 @@ def side_by_side(
     """Move the lists (tensors of irregular length) of several compressed weights into a few shared
     allocations. Each list gets spare memory (`room`) at its end.
 
-    The length of such a list, for example the list of uncoded elements, depends on the weight's
-    values.
+    The length of such a list, for example the list of elements whose exponents have no code,
+    depends on the weight's values.
 
     The function fills each new allocation with lists, one weight after another. The function frees
     a weight's old lists after copying them, so one extra allocation is needed temporarily. The

@@ -145,11 +145,12 @@ class UnsettledTogether:
         self._lock = threading.RLock()
 
     def takes(self, gradient: Tensor, by: codecs.Step) -> bool:
-        """Return whether `add` may add another weight, with this gradient and step, to this object.
+        """Return whether `add` may add a weight, with this gradient and optimizer step, to the
+        collected weights.
 
-        The method `encode` updates at most `pieces.MOST_TOGETHER` weights together. All of them
-        must have the same optimizer step. The same CUDA stream must be current when their gradients
-        are added.
+        The method `encode` updates at most `pieces.MOST_TOGETHER` weights together. All of these
+        weights must have the same optimizer step. The same CUDA stream must be current when their
+        gradients are added.
         """
         has_room = len(self.counts) < pieces.MOST_TOGETHER
         return has_room and self._by == by and self._stream == stream_of(gradient)
@@ -478,8 +479,9 @@ class CodedWeight(Tensor):
 
         The method `steps`, which checks the gradient, must have returned True. The weight is
         invalid until `store_soon` has stored the new value. With the codec `win4`, this function
-        counts the new value's patches (uncoded elements), and returns the counts. With other
-        codecs, this function returns None. Pass the result to `store_soon` as `counts`.
+        counts the new value's patches (elements whose exponents have no code), and returns the
+        counts. With other codecs, this function returns None. Pass the result to `store_soon` as
+        `counts`.
         """
         return codecs.step(self.parts, parse(self.codec), gradient, by)
 
@@ -703,10 +705,7 @@ class CodedWeightView(Tensor):
         return self if cls is Tensor else self.clone().as_subclass(cls)
 
     def __copy__(self) -> Tensor:
-        """Return another view object of the compressed weight, with the same memory as this view.
-
-        The memory contains decoded values.
-        """
+        """Return another view of the compressed weight's decoded values, with the same memory."""
         return CodedWeightView(self.plain).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

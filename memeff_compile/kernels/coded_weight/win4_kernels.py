@@ -168,7 +168,8 @@ def _coded_pair(pair, base, PAIR: tl.constexpr):
     """Return the 4-bit exponent codes of a pair of weights, and their bytes of sign and mantissa.
 
     The codes are already at their positions in a word, which contains the codes of four pairs. PAIR
-    is the number of the pair. Also return the number of patches (uncoded elements) in the pair.
+    is the number of the pair. Also return the number of patches (elements whose exponents have no
+    code) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -189,7 +190,8 @@ def encode_chunk(
     # STEP: the parts hold the weight before a step along the gradient
 ):
     """Write the exponent codes, signs and mantissas of one chunk (8192 weights). Also write the
-    number of the chunk's patches (uncoded elements), and which groups of weights have patches.
+    number of the chunk's patches (elements whose exponents have no code), and which groups of
+    weights have patches.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers. The kernel
     first overwrites the whole gradient of the chunk with updated weights. Elements that were
@@ -275,8 +277,8 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches (uncoded elements) of some chunks of a weight in order, and the index at
-    which each chunk's patches start.
+    """Write the patches (elements whose exponents have no code) of some chunks of a weight in
+    order, and the index at which each chunk's patches start.
 
     A chunk has 8192 elements. The kernel drops patches that do not fit into their lists. If patches
     are dropped and there is a spill buffer, the weight is also written to the spill buffer. A spill
@@ -339,7 +341,8 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write a weight's patches (uncoded elements) to two lists, of places and of values.
+    """Write a weight's patches (elements whose exponents have no code) to two lists, of places and
+    of values.
 
     A chunk is 8192 consecutive elements of the weight. For each chunk, the kernel also writes the
     index of its first patch in the lists. Each program calls `list_chunks` for some of the chunks.

@@ -51,8 +51,10 @@ def supports(weight: Tensor, ids: Tensor) -> str | None:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name of the implementation, a key of `ENGINES`, for gradients of a given device
-    and dtype."""
+    """Return the name of the implementation that computes an embedding table's gradient.
+
+    The name is a key of `ENGINES`. The gradient has the given device and dtype.
+    """
     return "sorted" if kernels_serve(device, dtype) else "reference"
 
 

@@ -82,7 +82,11 @@ def bytes_before(
 
 
 class How(NamedTuple):
-    """The properties of a call, other than the sizes N, D and V, on which its bytes depend."""
+    """The properties of a call of `memeff::linear_cross_entropy` on which the op's memory depends.
+
+    The memory also depends on the sizes N (rows), D (hidden size) and V (vocabulary), which are not
+    fields of this class.
+    """
 
     dtype: torch.dtype  # dtype of hidden and weight
     engine: str  # "hopper", "library" or "reference", as `engine_for` says

@@ -5,10 +5,11 @@ inputs, matrix products are fp64. Gradients of the logits are computed in full p
 the target's term. For a loss per row, this implementation processes blocks of classes. The
 implementation rounds the gradients of the logits once to the input dtype, as the implementation
 `library` does. For a scalar loss, this implementation processes blocks of rows. The implementation
-computes a block's logits once for the whole vocabulary, reduces them to row statistics, and then
-overwrites them with their gradient. The weight's gradient is summed over the blocks in fp32 (fp64
-for fp64 inputs). On a CPU, rows with an ignored target are left out. On a GPU, these rows are
-computed too, because reading the targets would make the CPU wait for the GPU.
+computes a block's logits once for the whole vocabulary. From these logits, the implementation
+computes each row's statistics. Then the logits' gradient overwrites the logits. The weight's
+gradient is summed over the blocks in fp32 (fp64 for fp64 inputs). On a CPU, rows with an ignored
+target are left out. On a GPU, these rows are computed too, because reading the targets would make
+the CPU wait for the GPU.
 """
 
 from __future__ import annotations
@@ -421,8 +422,9 @@ def _scaled_products(
 ) -> tuple[Tensor, Any]:
     """Write scale * (hidden @ weight.T + low @ up.T + bias) of a block of classes into `out`.
 
-    The product `low @ up.T` is the output of a LoRA adapter, if the output projection has one.
-    Return the block's rows of `weight` and of `up`, converted to the dtype of the sums.
+    The product `low @ up.T` is the output of a LoRA adapter, if the output projection has one. The
+    matrix products are computed in the dtype of `out`. Return the block's rows of `weight` and of
+    `up`, converted to this dtype.
     """
     here, dtype = slice(block.first, block.stop), out.dtype
     weight = given.weight[here].to(dtype)

@@ -31,10 +31,10 @@ INSIDE_WIDTH = 3072
 
 
 def is_minimal(workspace: int) -> bool:
-    """Return whether the memory limit is so small that only the minimal mode keeps within it.
+    """Return whether a limit of temporary memory requires the minimal mode of the fused loss op.
 
-    `workspace` is the limit of temporary memory in bytes. The minimal mode is the one with the
-    least temporary memory.
+    The minimal mode is the mode with the least temporary memory. `workspace` is the limit in bytes.
+    With a `workspace` of 0, the op chooses the limit itself, and the result is false.
     """
     return 0 < workspace <= MINIMAL_BYTES
 
@@ -327,9 +327,10 @@ def hopper_columns(rows: int, depth: int, vocab: int, workspace: int, shapes: Sh
 
 
 def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
-    """Predict the time of the backward pass by blocks of `width` classes.
+    """Predict the time of a backward pass that processes `width` classes at a time.
 
-    The unit is the time in which a program adds one term to every sum of an output tile."""
+    The unit is the time in which a program adds one term to every sum of an output tile.
+    """
     whole, rest = divmod(vocab, width)
     units = whole * _block_units(rows, depth, width, shapes)
     return units + (_block_units(rows, depth, rest, shapes) if rest else 0)
@@ -377,11 +378,12 @@ class Room(NamedTuple):
     def retreating_width(self, first: int) -> int:
         """Return how many classes the block that starts with the class `first` can have.
 
-        The block writes one row of the weight's gradient for each of its classes. Until then, the
-        memory of the rows from `first` on is free. At the end of this memory, the block stores its
-        columns of the logits' gradient G: one column per class. So the memory must hold the block's
-        rows and, after them, the block's columns of G. The result is rounded down to a multiple of
-        the field `step`, the width of an output tile. Return 0 if fewer than `step` classes fit.
+        The backward pass computes the weight's gradient in blocks of classes. A block writes one
+        row of this gradient for each of its classes. Until then, the memory of the rows from
+        `first` on is free. At the end of this memory, the block stores its columns of the logits'
+        gradient G: one column per class. So the memory must hold the block's rows and, after them,
+        the block's columns of G. The result is rounded down to a multiple of the field `step`, the
+        width of an output tile. Return 0 if fewer than `step` classes fit.
         """
         width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
         return width // self.step * self.step

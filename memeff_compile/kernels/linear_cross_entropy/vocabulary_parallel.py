@@ -126,13 +126,15 @@ class Part(NamedTuple):
         return settings
 
     def split(self, grads: RowGradients) -> RowGradients:
-        """Convert gradients of the results over all classes to those of this rank's results.
+        """Convert gradients with respect to merged results to those of this rank's own results.
 
-        The results are numbers per row, such as the loss and the log-sum-exp. A rank computes them
-        for its own classes. The results of all ranks are merged into results over all classes.
+        The results are numbers per row (token), such as the loss and the log-sum-exp. A rank
+        computes them for its own classes. The results of all ranks are merged into results over all
+        classes. `grads` contains the training loss's gradients with respect to the merged results.
 
-        Gradient descent raises the target's logit on the rank that has the target, and lowers the
-        other logits on every rank.
+        On the rank that has a row's target, the gradient with respect to the row's loss stays
+        unchanged. The other ranks add this gradient to the one with respect to the log-sum-exp.
+        There, the row's loss depends on the rank's results only through the log-sum-exp.
         """
         _, here, elsewhere = self.columns
         of_lse = grads.lse + grads.nll.where(elsewhere, 0)

@@ -200,8 +200,7 @@ def makes_gradients_in_forward(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether to compute a scalar loss and its gradients in one loop over the blocks of
-    rows.
+    """Return whether to compute a scalar loss and its gradients in one loop over blocks of tokens.
 
     Three settings need a second loop that computes the logits again:
 
@@ -237,12 +236,12 @@ def makes_gradients_in_forward_adapted(
     trains_weight: bool,  # whether the output projection's own weight has a gradient
     workspace: int = 0,  # as for the op
 ) -> bool:
-    """Return whether one loop over the blocks of rows computes a scalar loss and its gradients, for
-    an output projection with a LoRA adapter.
+    """Return whether one loop over blocks of tokens computes a scalar loss and its gradients.
 
-    The result is false if the projection's weight trains, because the weight's gradient would be
-    rounded once per block, or stored in fp32. For fp16, the result is false, because the range of
-    fp16 is too small for gradients that are scaled afterwards.
+    The output projection has a LoRA adapter. The result is false if the projection's own weight
+    trains. In one loop, the weight's gradient would be rounded once per block, or stored in fp32.
+    For fp16, the result is false, because the range of fp16 is too small for gradients that are
+    scaled afterwards.
     """
     if trains_weight or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -259,12 +258,11 @@ def makes_gradients_in_forward_over_ranks(
     filter_parts: str = "both",  # likewise
     workspace: int = 0,  # likewise
 ) -> bool:
-    """Return whether one loop over the rows computes a scalar loss and its gradients, if the output
-    projection is split over ranks.
+    """Return whether one loop over blocks of tokens computes a scalar loss and its gradients.
 
-    All ranks get the same result, whatever their GPUs. The result is false with a gradient filter,
-    which drops small gradients of the logits. A filter chooses these gradients by the softmax over
-    all classes, which a single loop knows too late.
+    The output projection is split over ranks. All ranks get the same result, whatever their GPUs.
+    The result is false with a gradient filter, which drops small gradients of the logits. A filter
+    chooses these gradients by the softmax over all classes, which a single loop knows too late.
     """
     if gradient_filter != "exact" or filter_parts != "both" or is_minimal(workspace):
         return False
@@ -276,8 +274,8 @@ def makes_gradients_in_forward_over_ranks(
 def forward(engine: Any, given: Operands, settings: Settings) -> RowResults:
     """Compute each row's loss, log-sum-exp and requested statistics.
 
-    A row is a token. `engine`, such as the module `hopper`, contains an implementation's loops over
-    blocks of rows or of classes.
+    A row is a token. `engine` is one implementation of the loss, such as the module `hopper`. An
+    implementation contains loops over blocks of rows or of classes.
     """
     with on_device(given.hidden):
         walk = engine.forward(given, settings)
@@ -295,10 +293,11 @@ def backward(
     settings: Settings,
     output_mask: Sequence[bool],
 ) -> Gradients:
-    """Compute the gradients that `output_mask` requests, such as the weight's gradient.
+    """Compute the loss's gradients that `output_mask` requests, such as the weight's gradient.
 
-    `engine`, such as the module `hopper`, contains an implementation's loops over blocks of rows or
-    of classes. Each block of the loop adds its part to the gradients.
+    `engine` is one implementation of the loss, such as the module `hopper`. An implementation
+    contains loops over blocks of rows (tokens) or of classes. Each block of the loop adds its part
+    to the gradients.
     """
     with on_device(given.hidden):
         walk = engine.backward(grads, given, saved, settings, output_mask)
@@ -311,9 +310,10 @@ def backward(
 def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
     """Compute a scalar loss and its gradients in one loop over blocks of rows.
 
-    A row is a token. `engine`, such as the module `hopper`, contains an implementation's loops over
-    blocks. If ranks split the classes, each block also has a step `meet`. In this step, ranks
-    exchange the log-sum-exps and losses of the block's rows.
+    A row is a token. `engine` is one implementation of the loss, such as the module `hopper`. An
+    implementation contains loops over blocks of rows or of classes. If ranks split the classes,
+    each block also has a step `meet`. In this step, ranks exchange the log-sum-exps and losses of
+    the block's rows.
     """
     with on_device(given.hidden):
         walk = engine.total(given)
@@ -327,7 +327,8 @@ def total(engine: Any, given: ScalarLoss) -> LossAndGradients:
 
 
 def walks_of(engine: Engine, given: Operands, settings: Settings) -> Any:
-    """Return an object with an implementation's loops over blocks of rows or of classes.
+    """Return an object with the loops of one implementation of the loss, over blocks of rows
+    (tokens) or of classes.
 
     The object is usually the implementation's module. If a gradient filter drops small gradients of
     the call's logits, the object has loops that apply this filter."""

@@ -66,7 +66,10 @@ class Coefficients(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The tensors and settings of a divergence call, with all rows flattened to one axis."""
+    """The tensors and settings of a divergence call, with N rows (tokens).
+
+    The caller has flattened all dimensions of tokens, such as batch and sequence, to one.
+    """
 
     hidden: Tensor  # (N, D)
     weight: Tensor  # (V, D)
@@ -267,8 +270,9 @@ def slots_for(
 ) -> Slots:
     """Choose the number of slots (buffers for the logits' gradients of a block of rows).
 
-    The call gets as many slots as fit into the workspace, but no more than the call has blocks of
-    rows.
+    The function chooses as many slots as fit into the workspace, but at least one. The number never
+    exceeds the number of blocks of rows. A teacher's logits use one more slot, or the memory of the
+    weight's gradient. If they use a slot, there are at most `SLOTS` slots in total.
 
     - `rows`: the number of rows in the call.
     - `columns`: the number of columns in a slot.

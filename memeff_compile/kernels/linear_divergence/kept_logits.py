@@ -62,10 +62,11 @@ from .call import (
 
 
 def run(given: Request, factors: Tensor | None, mask: Sequence[bool]) -> Found:
-    """Compute one number (the divergence) per row.
+    """Compute the divergence of each row (token): one number per row.
 
     If `factors` (a number per row) is given, also compute the gradients of a sum over all rows:
-    each row's divergence times its factor."""
+    each row's divergence times its factor.
+    """
     given = _readable(given)
     walk = _Divergence(given, factors, wanted(given, factors, mask))
     walk.all_rows()
@@ -86,7 +87,7 @@ def run_classes(given: ClassRequest, factors: Tensor | None, mask: Sequence[bool
 
 
 class _Walk(ABC):
-    """The buffers of a divergence call, and its loop over blocks of rows."""
+    """The buffers of a divergence call, and its loop over blocks of rows (tokens)."""
 
     sides = 1
 
@@ -129,7 +130,7 @@ class _Walk(ABC):
             self.sums = hidden.new_empty(sums, dtype=torch.float32)
 
     def all_rows(self) -> None:
-        """Process all rows, several blocks of rows at a time.
+        """Process all rows (tokens), several blocks of rows at a time.
 
         First compute the logits' gradients of these blocks. Then `products` multiplies the
         gradients of all these blocks at once by the weight, and by the hidden states.
@@ -146,9 +147,10 @@ class _Walk(ABC):
     def block(self, slot: int, here: slice) -> None:
         """Compute the logits and the results of one block of rows (tokens), those in `here`.
 
-        A row's result is its divergence, or its numbers for the chosen classes. The student's
-        logits are stored in the buffer number `slot`. If gradients are requested, the gradient of
-        the student's logits overwrites the logits there.
+        The class `_Divergence` computes one divergence per row. The class `_Classes` computes
+        log-probabilities or logits of the k classes that the caller chose for each row. The
+        student's logits are stored in the buffer number `slot`. If gradients are requested, the
+        gradient of the student's logits overwrites the logits there.
         """
 
     def student(self, slot: int, here: slice) -> Tensor:
@@ -264,7 +266,7 @@ class _Walk(ABC):
 
 
 class _Divergence(_Walk):
-    """Compute the divergence of each row from the logits of student and teacher."""
+    """Compute the divergence of each row (token) from the logits of student and teacher."""
 
     given: Request
     sides = 2

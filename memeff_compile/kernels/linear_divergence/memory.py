@@ -69,8 +69,9 @@ def temporary_bytes(
 
     The buffers contain mainly logits and their gradients.
 
-    `workspace` limits for how many rows (tokens) logits are in memory at one time. If the number of
-    rows is symbolic, return an upper bound."""
+    `workspace` is the memory limit in bytes, or 0 for a default limit. The limit determines how
+    many rows (tokens) have logits in memory at one time. If the number of rows is symbolic, return
+    an upper bound."""
     itemsize = dtype.itemsize
     if engine == "reference":
         height = reference_rows(rows, vocab, workspace, itemsize)

@@ -70,7 +70,8 @@ class _Call(NamedTuple):
     workspace: int
 
     def request(self) -> Request:
-        """Return the arguments with all rows flattened to one axis."""
+        """Return the arguments with all dimensions of tokens, such as batch and sequence, flattened
+        to one."""
         hidden, teacher = self.hidden, self.teacher
         rows = math.prod(hidden.shape[:-1])
         return Request(

@@ -1,5 +1,5 @@
-"""The bytes of the codes, which are rounded q, k and v. The codes exist only while the op
-`memeff::quantized_attention` runs.
+"""A formula for the bytes of the codes, which are rounded q, k and v. The codes exist only while
+the op `memeff::quantized_attention` runs.
 
 The formula uses B (sequences), H (query heads), G (key-value heads), M (queries), N (keys) and D
 (head dimension). The formula includes padding: D is padded to a power of two of at least 64, and N

@@ -367,9 +367,10 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
     """Change keys `x` so that their rounding errors are almost orthogonal to `direction`.
 
     `direction` is the sum of some queries. Its channels are scaled and Hadamard transformed like
-    those of the queries. The masks `first` and `second` select one channel each. Whole quantisation
-    steps in the first channel remove most of the error along `direction`. Steps in the second
-    channel remove most of the remaining error.
+    those of the queries. The masks `first` and `second` select one channel each. The function
+    changes each key's number in the first channel by a whole number of quantisation steps. This
+    change removes most of the error along `direction`. A change of the second channel removes most
+    of the remaining error.
     """
     step_size: tl.constexpr = 1 + (LIMIT == 15)
     left = tl.sum((x - _code_of(x, LIMIT)) * direction[None, :], axis=1) / step_size
@@ -449,12 +450,12 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
-    """Write the codes of a block of values, and the weighted sum of the block's values, from which
-    the kernel `total` computes rounding errors.
+    """Write the codes of a block of values. With HAS_REST, also write the values' weighted sum.
 
-    In the weighted sum, each value usually has the weight 1. The queries may have a large common
-    mean that is not subtracted from them. Then a value's weight is the softmax weight of its key
-    for that common mean.
+    The kernel `_quantized_attention_prepare_total_kernel` reads both, and computes sums of the
+    codes' rounding errors. In the weighted sum, each value usually has the weight 1. The queries
+    may have a large common mean that is not subtracted from them. Then a value's weight is the
+    softmax weight of its key for that common mean.
     """
     codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests

@@ -364,8 +364,10 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys that no mask excludes. The result's memory has the order (B,
-    M, H, D).
+    """Return attention over the keys that no mask excludes, and the scores' log-sum-exp.
+
+    The first result has the shape (B, H, M, D): sequences, heads, queries, head dimension. The
+    result's memory has the order (B, M, H, D).
 
     The second result is the log-sum-exp of each query's scores as a natural logarithm, (B, H, M) in
     fp32. If the caller does not request the log-sum-exp, the second result is (B, H, 0).

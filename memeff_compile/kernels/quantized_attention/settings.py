@@ -245,7 +245,7 @@ position."""
 def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
     """Return two int64 tensors: the group index of each query, and the group index of each key.
 
-    The rows of a group share a scale.
+    All queries of a group share one quantisation scale, and so do all keys of a group.
     """
     rules = zip(_SHARED[granularity], (queries, keys), strict=True)
     return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

@@ -25,7 +25,8 @@ def saved_after(rows: Size, columns: Size, tokens: Size) -> sympy.Expr:
     """Return the bytes of the tensors that the op saves for its backward pass.
 
     The op `memeff::ternary_linear_product` saves the packed weight, the int8 input and the input's
-    scales. Columns are rounded up to a multiple of 16.
+    scales. In the packed weight and the int8 input, the number of columns is rounded up to a
+    multiple of 16.
     """
     padded = 16 * sympy.ceiling(sympy.sympify(columns) / 16)
     return sympy.sympify(rows) * padded / 4 + sympy.sympify(tokens) * (padded + 4)

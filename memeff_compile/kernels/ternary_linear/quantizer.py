@@ -65,7 +65,10 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Entry:
-    """The operations that are applied to a token before quantisation."""
+    """The operations that a ternary linear layer applies to its input x before quantisation.
+
+    A row of x contains the features of one token.
+    """
 
     # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None

@@ -296,9 +296,11 @@ def product(
     bias: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Multiply quantised tokens (`codes`, `scale`, `sums`) by one ternary matrix, and add the bias.
+    """Multiply quantised tokens by one ternary matrix, and add the bias.
 
-    `packed` and `weight_scale` are the matrix. `settings` are keyword arguments of `products`.
+    `codes`, `scale` and `sums` are the tokens: their codes, their scales, and the sum of each
+    token's codes. `packed` and `weight_scale` are the matrix. `settings` are keyword arguments of
+    `products`.
     """
     return products(codes, scale, sums, [packed], [weight_scale], [bias], **settings)[0]
 
@@ -321,7 +323,9 @@ def products(
 ) -> list[Tensor]:
     """Multiply M quantised tokens by each matrix, and return one result per matrix.
 
-    Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is M, is given.
+    `codes`, `scale` and `sums` are the tokens: their codes, their scales, and the sum of each
+    token's codes. Each result has the shape (M, N), or (*leading, N) if `leading`, whose product is
+    M, is given.
 
     One launch multiplies up to three matrices, but only one matrix if it also adds a residual. With
     `is_chained`, the kernel may start before the previous kernel in the stream has ended. That
