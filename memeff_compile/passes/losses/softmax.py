@@ -130,8 +130,12 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Go back from a node through nodes that only move, cast or detach rows, to a softmax,
-        which the function `start` recognizes.
+        """Return the probabilities or log-probabilities from which `node` is computed.
+
+        The nodes in between may only move, cast or detach values. With `signed`, they may also
+        negate the values. The function `start` recognizes the node that computes the probabilities
+        or log-probabilities, and returns a `Soft` or a Decline (the reason for no rewrite). If
+        `start` recognizes no node, return None.
         """
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:
