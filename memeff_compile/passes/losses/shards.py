@@ -1,7 +1,7 @@
 """Recognize output projections whose classes DTensor splits over ranks, and insert nodes that
 combine the ranks' results.
 
-In a captured graph, such an output projection looks like this:
+In a captured graph, such an output projection looks, for example, like this:
 
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)

@@ -130,12 +130,12 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Return the probabilities or log-probabilities from which `node` is computed.
+        """Return the probabilities or log-probabilities in `node` as a `Soft`.
 
-        The nodes in between may only move, cast or detach values. With `signed`, they may also
-        negate the values. The function `start` recognizes the node that computes the probabilities
-        or log-probabilities, and returns a `Soft` or a Decline (the reason for no rewrite). If
-        `start` recognizes no node, return None.
+        The function `start` recognizes the node that computes the probabilities or
+        log-probabilities. The nodes from there to `node` may only move, cast or detach values. With
+        `signed`, they may also negate the values. If `start` returns a Decline (the reason for no
+        rewrite), return it. For other nodes, return None.
         """
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:

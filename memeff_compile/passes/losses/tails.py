@@ -831,8 +831,8 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
     """Return whether the graph also computes the logsumexp of rows (tokens) of `tail`'s logits.
 
-    `tail` describes a gather of one logit per row. `tails` has all results of the logits. Gathered
-    logits and logsumexps together form a loss. In a loop over chunks, each logsumexp may cover only
-    some of the rows of `tail`.
+    `tail` describes a gather of one logit per row. `tails` has the losses and other results of
+    the same output projection's logits. Gathered logits and logsumexps together form a loss. In
+    a loop over chunks, each logsumexp may cover only some of the rows of `tail`.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

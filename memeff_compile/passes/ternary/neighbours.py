@@ -26,7 +26,7 @@ from .chains import both, other_user
 class Entering:
     """The nodes that compute a linear layer's input: a gate, an RMS norm, both or neither.
 
-    The gate is the product in a gated MLP with squared ReLU: `relu(gate) ** 2 * up`."""
+    The gate is the product `relu(source) ** 2 * up` in a gated MLP with squared ReLU."""
 
     source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None
