@@ -567,7 +567,8 @@ class Report(VerbReport):
         """Return the number of bytes that the passes save, as far as it is known.
 
         The number includes the bytes saved by all changes that passes made to the graphs. The
-        number also includes the bytes of logits that losses outside of the graphs did not need."""
+        number also includes the bytes of logits that were never built, because a loss outside of
+        the graphs used the fused loss op."""
         changes = (record for record in self.records if record.action in CHANGES)
         uses = (graph.logits for graph in self.graphs if graph.logits is not None)
         return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)

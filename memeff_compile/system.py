@@ -84,7 +84,7 @@ class Graph(Protocol):
         """Return the graph's inputs."""
 
     def may_be_written(self, node: Any) -> bool:  # noqa: ANN401 - a node of torch.fx
-        """Return whether the graph, or code after it, may write to an input."""
+        """Return whether the graph, or code after it, may write to the graph's input `node`."""
 
 
 class Hooks:

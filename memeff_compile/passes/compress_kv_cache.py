@@ -253,7 +253,8 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return a Decline if the decoded keys and values have to be computed anyway, otherwise None.
+    """Return a Decline (the reason for no rewrite) if the decoded keys and values have to be
+    computed anyway, otherwise None.
 
     They have to be computed if another node than this attention reads them. They also have to be
     computed if a node writes to them, or to the cache, before attention reads them.

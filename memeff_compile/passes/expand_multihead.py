@@ -263,8 +263,8 @@ def _unserved(match: Multihead) -> Decline | None:
 
 
 def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Return a Decline if the graph wrote to a mask after creating the mask, or if a mask requires
-    a gradient.
+    """Return a Decline (the reason for no rewrite) if the graph wrote to an attention mask after
+    creating the mask, or if a mask requires a gradient.
     """
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:

@@ -12,15 +12,15 @@ The op builds no N x V logits (N tokens, V classes).
     before: s = log_softmax(linear(h, W)).gather(-1, i)
     after:  s = memeff.linear_divergence_classes(h, W, None, i)
 
-The pass finds two kinds of matches. The first kind is a divergence, such as the `kl_div` above. A
-divergence has one number per row (token). The number compares the softmax of a student's output
-projection with a teacher's softmax. The teacher's logits come from another output projection of
-this graph, or exist already as a tensor. `losses/divergences.py` recognises the different ways to
-write such a divergence. If the graph only masks, scales and sums a divergence's per-row numbers,
-the fused op returns the sum and its gradients. The op then needs four matrix products in all. If
-the graph does more than mask, scale and sum a divergence's per-row numbers, the backward pass
-computes the logits again. The backward pass also computes the logits again for fp16 and inside
-activation checkpoints.
+The pass finds two kinds of matches. The first kind is a divergence, such as the `kl_div` above. For
+each row (token), a divergence computes one number. The number compares the softmax of a student's
+output projection with a teacher's softmax. The graph may then sum the rows' numbers, as
+`reduction="sum"` does. The teacher's logits come from another output projection of this graph, or
+exist already as a tensor. `losses/divergences.py` recognises the different ways to write such a
+divergence. If the graph only masks, scales and sums a divergence's per-row numbers, the fused op
+returns the sum and its gradients. The op then needs four matrix products in all. If the graph does
+more than mask, scale and sum a divergence's per-row numbers, the backward pass computes the logits
+again. The backward pass also computes the logits again for fp16 and inside activation checkpoints.
 
 The second kind of match is a gather that reads the log-probabilities of k classes per row, as in
 the second example. `losses/classes.py` recognises such gathers. A teacher often provides only its k
@@ -74,7 +74,8 @@ class FuseDivergence(GraphPass):
         """Yield every divergence of an output projection's softmax, and every gather that reads
         several classes per row from the softmax, the log-softmax or the logits.
 
-        Also yield a Decline for each `kl_div` that the pass cannot read.
+        Also yield a Decline (the reason for no rewrite) for each `kl_div` that the pass cannot
+        read.
         """
         nodes = list(info.gm.graph.nodes)
         if not any(node_name(node) in _SOFTMAXES for node in nodes):
@@ -121,7 +122,8 @@ class FuseDivergence(GraphPass):
         return group.refusal and replace(group.refusal, node=match.node)
 
     def _skipped_match(self, info: GraphInfo, match: Divergence) -> Decline | None:
-        """Return a Decline if `memeff.skip` names a module that contains the divergence."""
+        """Return a Decline (the reason for no rewrite) if `memeff.skip` names a module that
+        contains the divergence."""
         path = next(filter(None, (self.skipped(info, node) for node in self.places(match))), "")
         said = f"memeff.skip names {path}, which has another divergence of these logits"
         return Decline("skipped", said, "skip both, or neither", match.node) if path else None
@@ -235,8 +237,8 @@ def _head(side: Side) -> Any:
 
 
 def _unread(info: GraphInfo, reader: DivergenceReader, node: Node) -> Iterable[Decline]:
-    """Yield a Decline if a `kl_div` that the pass does not recognise reads an output projection's
-    log-probabilities."""
+    """Yield a Decline (the reason for no rewrite) if a `kl_div` that the pass does not recognise
+    reads an output projection's log-probabilities."""
     given = kl_arguments(node) or {"input": node.args[0] if node.args else None}
     sides = [reader.softmax.log_probs(given.get(name)) for name in ("input", "target")]
     if any(isinstance(side, Soft) for side in sides):
@@ -288,7 +290,8 @@ def _check_sides(info: GraphInfo, match: Divergence | Classes) -> Decline | None
 def _check_readers(
     info: GraphInfo, match: Divergence | Classes, covered: set[Node]
 ) -> Decline | None:
-    """Return a Decline if a node outside of `covered` reads a tensor that the rewrite removes.
+    """Return a Decline (the reason for no rewrite) if a node outside of `covered` reads a tensor
+    that the rewrite removes.
 
     `covered` contains the nodes that the rewrite replaces. The rewrite removes, for example, the
     logits. A read of the logits by another loss or by the graph's output causes no Decline.

@@ -212,10 +212,10 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def joins_ranks(self, info: GraphInfo, match: Table) -> bool:
-        """Return whether the table is a DTensor.
+        """Return whether the table (the embedding's weight) is a DTensor.
 
-        The inserted nodes may then exchange looked-up rows or gradients between ranks. So either
-        all ranks must insert these nodes, or no rank may insert them.
+        The nodes that replace the lookup may then exchange looked-up rows or gradients between
+        ranks. So either all ranks must insert these nodes, or no rank may insert them.
         """
         return compat.is_dtensor(info.value(match.weight))
 

@@ -32,7 +32,8 @@ The pass declines if one of these conditions holds:
 - between the output projection and the loss, a node writes in place to the logits or to the
   projection's inputs;
 - between two losses, a node writes in place to their targets or class weights;
-- some losses of the logits have gradients and others do not;
+- the output projection runs with gradients, and every loss runs with gradients switched off;
+- the output projection runs with gradients switched off, and a loss runs with gradients;
 - the weight is an integer tensor or a tensor subclass;
 - each class of the logits is multiplied by a different number;
 - the output projection is in another graph.
@@ -89,8 +90,10 @@ class FuseLinearCrossEntropy(GraphPass):
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield one match for each output projection and its losses, and a Decline for each loss
-        without a projection."""
+        """Yield one match for each output projection and its losses.
+
+        Also yield a Decline (the reason for no rewrite) for losses, and for trained output
+        projections, that are in no match."""
         reader = HeadReader(info)
         tail_reader = TailReader(info, reader)
         by_head: dict[Node, list[Tail]] = defaultdict(list)

@@ -113,7 +113,7 @@ class KeepActivations(GraphPass):
         """Yield one match: results of attention and linear layers that a checkpoint should save.
 
         `info` is the graph of an activation checkpoint's body. For any other graph, yield no match.
-        Also yield a Decline for each attention call whose result cannot be saved.
+        Also yield a Decline (the reason) for each attention call whose result cannot be saved.
         """
         if info.called_by is None or not info.region.grad:
             return
@@ -154,7 +154,7 @@ class KeepActivations(GraphPass):
         return None if found is None else found.counted(match[0].nodes[0])
 
     def places(self, match: Products) -> Sequence[Node]:
-        """Return the nodes whose results are saved."""
+        """Return the nodes whose results the checkpoint saves for the backward pass."""
         return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:

@@ -197,10 +197,10 @@ class TernarizeLinear(GraphPass):
         return [site.linear for site in match.sites]
 
     def parts(self, match: Group | Calls) -> Sequence[Group]:
-        """Return each linear layer of a combined match as a separate match.
+        """Return a separate match for each linear layer of a match that combines several layers.
 
-        For a match of calls of memeff::ternary_linear, return no separate matches. If the rewrite
-        fails, the calls stay in the graph unchanged."""
+        For a match of calls of memeff::ternary_linear or memeff::ternary_linear_product, return no
+        separate matches. If the rewrite fails, these calls stay in the graph unchanged."""
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]

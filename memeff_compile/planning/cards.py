@@ -122,8 +122,9 @@ class Target(NamedTuple):
         return H200 if self.card is None else self.card.gpu
 
     def planned(self) -> AbstractContextManager[None]:
-        """Return a context in which this package chooses kernels as on the device for which memory
-        is planned."""
+        """Return a context in which this package chooses the kernels of the planned device.
+
+        The planned device is the one for which memory is planned."""
         return planned_for(torch.device(self.device, 0), self.gpu)
 
 

@@ -42,10 +42,11 @@ class Stack:
     def alike(self, place: int) -> tuple[int, ...]:
         """Return the indices of the blocks (layers) that one captured block represents.
 
-        The indices are positions in this list of a model's blocks. Only some blocks are captured
-        (traced), and `place` is the position of a block among the captured ones. The first and the
-        last block represent only themselves. Any other captured block also represents the blocks of
-        its kind that are not captured. Their tensors have the same sizes."""
+        This object is a list of repeated blocks in a model, and the indices are positions in the
+        list. Only some blocks are captured (traced), and `place` is the position of a block among
+        the captured ones. The first and the last block represent only themselves. Any other
+        captured block also represents the blocks of its kind that are not captured. Their tensors
+        have the same sizes."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)

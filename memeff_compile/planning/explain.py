@@ -234,10 +234,10 @@ def constants_of(model: object) -> set[int]:
 
 
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
-    """Turn the report of a model of which only some blocks (layers) were traced into a report of
-    the whole model.
+    """Return the compilation report of the whole model.
 
-    Each traced block represents blocks of the same kind. The records (entries) of the new report
+    `captured` has the reports of a model in which only some blocks (layers) were traced. Each
+    traced block represents blocks of the same kind. The records (entries) of the new report
     name the modules of all blocks."""
 
     def all_like(path: str) -> list[str]:

@@ -330,8 +330,8 @@ class _Replay:
     def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
         """Return the bytes of all tensors that exist while block (layer) `index` of the model runs.
 
-        `found` has these bytes for the model with few blocks that was traced. The traced `block`
-        represents block `index` of the whole model."""
+        Only some of the model's blocks are traced. `found` has the bytes for a model with only
+        these blocks. The traced `block` represents block `index` of the whole model."""
         parts: dict[str, sympy.Expr] = defaultdict(int)
         for (part, owner), size in found.items():
             is_apart = owner is not None and owner.stack != block.stack and part in PER_BLOCK
@@ -462,7 +462,8 @@ class _Replay:
         outside of blocks.
 
         `nodes` are the nodes of the kernel, and `block` is the block that ran last. For a kernel
-        outside of blocks, return `block` and True. If no block has run yet, return None and False.
+        outside of blocks, return `block` and True. For a kernel before the first block, return None
+        instead of a block, and False. Callers treat None as outside of all blocks.
         """
         for node in nodes:
             seen = self._block_of(node)

@@ -93,8 +93,10 @@ class Moment:
 
     @property
     def total(self) -> sympy.Expr:
-        """Return the formula of the bytes of all tensors in `parts`: those that exist at this
-        moment of a step."""
+        """Return the sum of `parts` (bytes of each kind of tensor) as a formula.
+
+        The sum is the memory in use at the moment of a training step that this object describes.
+        In a `Footprint`, the sum excludes weights and optimizer state."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 
@@ -156,8 +158,11 @@ class Setting:
             )
 
     def require_served(self, facts: Facts) -> None:
-        """Raise ExplainError if the setting would train compressed weights in a way that only dense
-        weights support.
+        """Raise ExplainError if this `Setting` cannot train the model with compressed weights.
+
+        A `Setting` describes the training: GPUs, optimizer and the codec of the weights. The codec
+        "dense" raises no error. With other codecs, `compress_` must be able to compress some of the
+        linear layers' weights. If an optimizer trains these weights, `in_backward` must be set.
         """
         if self.weights == "dense":
             return

@@ -61,7 +61,10 @@ class PostponedError(Exception):
 
 @dataclass
 class Verdict:
-    """The result of a comparison."""
+    """The result of comparing the rewritten graph with the original graph on one call's arguments.
+
+    `exact` has the gaps (differences) in float64, and `as_run` those in the model's dtypes.
+    `uncompiled` has the gaps of the rewritten graph without the compiler."""
 
     exact: list[Gap] = field(default_factory=list)
     as_run: list[Gap] = field(default_factory=list)
@@ -93,7 +96,8 @@ class Verdict:
     def difference(self) -> str:
         """Return text that lists up to three differences that are larger than allowed.
 
-        Differences in float64 take precedence over those in the model's dtypes."""
+        If differences in float64 are larger than allowed, list only those. Otherwise list those in
+        the model's dtypes."""
         exact = _too_far(self.exact)
         gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
@@ -145,10 +149,11 @@ class _Trial:
     drew: bool
 
     def named(self, inputs: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the outputs of this run of a graph, and written inputs after the run, with names.
+        """Return the outputs and the written inputs of this run of a graph, each with its name.
 
-        Messages about differences use the names. `inputs` has the names of the graph's inputs. A
-        written input is one to which the original or the rewritten graph may write."""
+        The written inputs are those to which the original or the rewritten graph may write. Their
+        values are those after the run. `inputs` has the names of all inputs of the graph. Messages
+        about differences use the names."""
         outputs = [(f"output {place}", value) for place, value in enumerate(self.values)]
         return outputs + [(f"{inputs[p]} after the call", value) for p, value in self.after.items()]
 
@@ -223,7 +228,7 @@ class Comparison:
         return ""
 
     def is_written(self, place: int) -> bool:
-        """Return whether the original or the rewritten graph may write to an input."""
+        """Return whether the original or the rewritten graph may write to the input at `place`."""
         return self.original.is_written[place] or self.rewritten.is_written[place]
 
     def _compare_group(

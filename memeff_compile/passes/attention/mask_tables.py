@@ -53,14 +53,14 @@ class Table:
 
 
 def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
-    """Return the node after which a table can be computed, and the graph of this node.
+    """Return the node after which a mask's condition on each key or query can be computed.
 
-    A table is the mask's condition on each key or query. The returned node is the last of the nodes
-    that the table reads, or None if it reads none. If the table cannot be computed, return None
-    instead of the pair of node and graph. The table cannot be computed if it reads a node outside
-    of the graph of `info` and the graphs around that graph. The table's nodes may read a tensor
-    later than the mask's nodes did. If the graph may write to this tensor in between, the table
-    cannot be computed either.
+    Also return the graph of this node. A table is a small tensor with the result of the condition.
+    The returned node is the last of the nodes that the table reads, or None if the table reads no
+    node. If the table cannot be computed, return None instead of the pair of node and graph. The
+    table cannot be computed if it reads a node outside of the graph of `info` and the graphs around
+    that graph. The table's nodes may read a tensor later than the mask's nodes did. If the graph
+    may write to this tensor in between, the table cannot be computed either.
     """
     reads = sorted(algebra.reads_in(content), key=str)
     level = info

@@ -125,7 +125,7 @@ def _nodes(*values: Any) -> list[Node]:
 
 
 def dropout_active(node: Node | None, hint: str = "") -> Decline:
-    """Return a Decline that says that the attention applies dropout."""
+    """Return a Decline (the reason for no rewrite): the attention applies dropout."""
     said = "attention dropout is active, and another kernel would drop other weights"
     return Decline("dropout_active", said, hint or "train with an attention dropout of 0", node)
 
@@ -233,7 +233,8 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 
 
 def _more_axes(softmax: Node, number: int) -> Decline:
-    """Return a Decline that says that the scores have more axes than an attention call supports."""
+    """Return a Decline (the reason for no rewrite): the attention scores have more axes than an
+    attention call supports."""
     hint = "let queries, keys and values have four axes (batch, heads, positions, features): join "
     hint += "the others with the batch or the heads"
     return replace(axes_order(softmax, f"the scores have {number} axes"), hint=hint)
@@ -320,7 +321,8 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 
 def axes_order(node: Node, seen: str) -> Decline:
-    """Return a Decline that says that the order of the scores' axes is not supported."""
+    """Return a Decline (the reason for no rewrite): the order of the attention scores' axes is not
+    supported."""
     said = f"{seen}; this pass reads (batch, heads, queries, keys) and (batch, queries, keys)"
     return Decline("axes_order", said, "let the last two axes of the scores be queries, keys", node)
 
@@ -424,8 +426,8 @@ def _dropout(node: Node) -> Any:
 
 
 def weights_used(user: Node, hint: str) -> Decline:
-    """Return a Decline that says that a node other than the product with the values reads the
-    softmax weights."""
+    """Return a Decline (the reason for no rewrite): `user`, which is not the product with the
+    values, reads the softmax weights."""
     if written_by(user):
         return _unknown_step(user)
     said = f"the attention weights are also used by `{node_name(user)}` and must be computed"
@@ -504,8 +506,9 @@ class _Read:
     def step(self, walk: _Walk, node: Node, call: Call) -> Decline | None:
         """Read one node between the softmax and the product of queries and keys.
 
-        If the node scales, caps, masks, casts or copies the scores in a supported way, record this
-        and return None. Otherwise return a Decline.
+        If the node scales, caps, masks, casts or copies the scores in a supported way, record the
+        step and return None. Otherwise return a Decline: the reason why the attention is not
+        rewritten.
         """
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
@@ -544,7 +547,7 @@ class _Read:
         """Read the matrix product of queries and keys, and return it with the mask, scale and
         softcap.
 
-        Return a Decline if this product cannot be rewritten."""
+        Return a Decline (the reason for no rewrite) if this product cannot be rewritten."""
         beta = compat.known_number(product.beta)
         if product.added is not None and beta != 0:
             if beta != 1:
@@ -707,7 +710,10 @@ def _unknown_step(node: Node) -> Decline:
 
 
 def subclass(kind: str, node: Node | None = None) -> Decline:
-    """Return a Decline that says that an operand is a tensor subclass."""
+    """Return a Decline (the reason for no rewrite): an operand of the attention is a tensor
+    subclass.
+
+    For the `kind` "Tensor", the reason is that torch.func transforms the attention."""
     if kind == "Tensor":  # neither a subclass nor fake: one that torch.func has wrapped
         said = (
             "torch.func (vmap, grad, jvp) transforms this attention; this pass has no rule for it"

@@ -71,7 +71,7 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
     """Return the arguments of memeff::attention that describe a mask, or the reason why no
     arguments describe it.
 
-    The reason is a Decline if the mask may hide all keys from some query, otherwise a string.
+    The reason is a `Decline` if the mask may hide all keys from some query, otherwise a string.
     """
     if not form.is_sayable:
         return "neither PyTorch's call nor memeff::attention can express it"

@@ -105,7 +105,8 @@ def kernels_chosen(
     node: Node | None = None,
     hint: str = "leave the choice to PyTorch, which knows what the new call may use",
 ) -> Decline | None:
-    """Return a Decline if user code itself selects PyTorch's attention kernels, otherwise None."""
+    """Return a Decline (the reason for no rewrite) if user code itself selects PyTorch's attention
+    kernels, otherwise None."""
     nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
     if not any("sdpa_kernel" in node_name(each) for each in nodes):
         return None

@@ -47,8 +47,8 @@ class Decline:
 
 
 def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
-    """Return a Decline that says that the graph writes in place to memory that the rewritten graph
-    would read later."""
+    """Return a Decline (the reason for no rewrite): the graph writes in place to memory that the
+    rewritten graph would read later."""
     sentence = f"`{node_name(write)}` writes in place to {what}"
     return Decline("mutated", sentence, "use the out-of-place form", node)
 
@@ -118,8 +118,10 @@ class GraphPass(ABC):
 
     @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
-        """Yield every match in the graph, and a Decline for each node that looks like a match but
-        cannot be rewritten."""
+        """Yield every match in the graph.
+
+        Also yield a Decline (the reason) for each node that looks like a match but cannot be
+        rewritten."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
         """Return the reason why `match` must not be rewritten, or None if it may be rewritten."""

@@ -123,7 +123,7 @@ def path_of(node: Node) -> str:
 
 
 def said(info: GraphInfo, at: Sequence[Node]) -> Record:
-    """Return the compilation report's record that the graph is compiled in partitions.
+    """Return an entry for the compilation report: the graph is compiled in partitions.
 
     Each node of `at` starts a new partition."""
     total = format_bytes(sum(_updated(info).values()))
@@ -135,7 +135,7 @@ def said(info: GraphInfo, at: Sequence[Node]) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the compilation report's record that the graph is not split into partitions, because
+    """Return an entry for the compilation report: the graph is not split into partitions, because
     the search for the model's blocks raised an error."""
     why = f"not cut into blocks: searching for them failed with {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."

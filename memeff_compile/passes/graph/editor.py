@@ -26,10 +26,11 @@ from .graph_info import GraphInfo, Region, same_shape
 class EditRefused(Exception):
     """The error for an edit that would change a property (such as the dtype) of a value.
 
-    After such an edit, nodes outside of the match, or the code that calls the graph, could see the
-    changed property. A match is a group of nodes that a pass rewrites. The error is also raised for
-    an edit that the editor cannot make. For example, the edit may need a size that the editor
-    cannot compute from the graph's nodes. In all cases, the edits of the current match are undone.
+    A match is a group of nodes that a pass rewrites. After such an edit, nodes outside of the
+    match, or the code that calls the graph, could see the changed property. The error is also
+    raised for an edit that the editor cannot make. For example, the edit may need a size that the
+    editor cannot compute from the graph's nodes. In all cases, the edits of the current match are
+    undone.
     """
 
 

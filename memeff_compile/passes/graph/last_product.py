@@ -98,7 +98,7 @@ def _is_worth_it(info: GraphInfo, node: Node, weight: object) -> bool:
 
 
 def said(node: Node) -> Record:
-    """Return the compilation report's record that the last matrix product of a checkpointed block
+    """Return an entry for the compilation report: the last matrix product of a checkpointed block
     runs in a separate partition of the graph."""
     sentence = (
         f"`{node.name}`, the last product of a block in a checkpoint, runs outside of the compiled "
@@ -108,8 +108,8 @@ def said(node: Node) -> Record:
 
 
 def undecided(error: Exception) -> Record:
-    """Return the compilation report's record that a graph is not split, because the search for the
-    last matrix product of a checkpointed block raised an error."""
+    """Return an entry for the compilation report: the graph is not split, because the search for
+    the last matrix product of a checkpointed block raised an error."""
     why = f"the last product was not found: {type(error).__name__}: {error}"
     hint = "This is a bug of memeff_compile; the graph runs whole. Please report it."
     return Record("backend", "internal_error", "last_product_failed", why, hint)

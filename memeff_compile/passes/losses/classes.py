@@ -43,7 +43,10 @@ class Classes:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return the logits from which `node` gathers k classes per row, as one `Side`."""
+        """Return a tuple with one `Side`, which describes logits.
+
+        `node` gathers k classes per row (token) from these logits, or from their probabilities or
+        log-probabilities."""
         return (self.student,)
 
 
@@ -54,7 +57,10 @@ def read_classes(
     node: Node,
     side_of: Callable[[Soft, Node], Side],
 ) -> Classes | None:
-    """Return the match for a node that gathers several classes per row, or None for other nodes."""
+    """If `node` gathers several classes per row (token), return the match, a `Classes` object.
+
+    `node` may gather from logits, probabilities or log-probabilities of an output projection. For
+    other nodes, return None."""
     call = read_one(node) if node_name(node) in GATHERS else None
     if call is None or call.op not in (aten.gather.default, aten.take_along_dim.default):
         return None

@@ -611,7 +611,8 @@ class DivergenceReader:
     def _sum_of_rows(self, node: Any, depth: int = 0) -> Expression | None:
         """Recognize a sum over the classes of each row (token), multiplied or divided by constants.
 
-        Return the expression that is summed, multiplied or divided by the same constants.
+        Return the expression under the sum, after the same multiplications and divisions by
+        constants. For other nodes, return None.
         """
         call = read_one(node) if isinstance(node, Node) else None
         if call is None or depth > _MAX_DEPTH or len(node.users) != 1:

@@ -208,10 +208,11 @@ def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
 
 
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
-    """Insert the fused loss op, then compute each tail in `group` from the op's results.
+    """Insert the fused loss op, then compute each loss or other result of the logits (each tail) in
+    `group` from the op's results.
 
-    A tail is a loss or another result of the logits. Return the nodes, such as shifted labels,
-    whose copies the graph now computes before the op."""
+    The op may need a node, such as shifted labels, that the graph computes only after the op's
+    position. Such nodes are copied to before the op. Return the original nodes."""
     anchor, region = _place(info, group)
     named = min((t.node for t in group), key=info.positions.__getitem__)
     again = _late(info, group)

@@ -1,5 +1,7 @@
-"""Recognize how logits are computed from hidden states: by an output projection, then by steps that
-move rows and by pointwise steps.
+"""Recognize how logits are computed from hidden states.
+
+An output projection (head) comes first. Then follow steps that reorder, select or regroup rows
+(tokens), and pointwise steps, such as casts and scales.
 
     hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
     bias}*
@@ -7,9 +9,9 @@ move rows and by pointwise steps.
 An output projection may be a sum of products: one with the full weight, and low-rank products such
 as those of LoRA adapters.
 
-Row moves (reorderings and selections of rows) give the same result whether they are applied before
-or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps become
-the arguments `scale`, `softcap` and `bias` of the fused op memeff::linear_cross_entropy.
+Row moves (steps that reorder, select or regroup rows) give the same result whether they are applied
+before or after the product. So the rewrite applies row moves to the hidden states. Pointwise steps
+become the arguments `scale`, `softcap` and `bias` of the fused op memeff::linear_cross_entropy.
 """
 
 from __future__ import annotations
@@ -91,10 +93,11 @@ class Head:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """Return the dtype for the low-rank products.
+        """Return the dtype for the low-rank products (such as LoRA's) that the graph adds to the
+        output projection's product.
 
-        This is the projection's dtype if all low-rank products in the model have it, otherwise
-        fp32."""
+        The result is `compute_dtype`, the projection's dtype, if all low-rank products in `parts`
+        have this dtype. Otherwise the result is fp32, or fp64 for a projection in fp64."""
         if all(part.dtype == self.compute_dtype for part in self.parts):
             return self.compute_dtype
         return wide(self.compute_dtype)
@@ -159,9 +162,10 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key that is equal for steps that move the logits' rows (tokens) in the same way.
+        """Return a key of this step, a node after the output projection.
 
-        A step is a node after the output projection that may reorder, select or regroup rows."""
+        Two steps have equal keys if they reorder, select or regroup the logits' rows (tokens) in
+        the same way."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -177,7 +181,8 @@ class Chain:
 
     @property
     def row_steps(self) -> tuple[Step, ...]:
-        """Return the steps (nodes after the projection) that reorder, select or regroup rows."""
+        """Return the steps (nodes after the projection) that reorder, select or regroup the logits'
+        rows (tokens)."""
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
@@ -315,11 +320,13 @@ class HeadReader:
         return is_wide(vocabulary, compat.size_hint(hidden.shape[-1]))
 
     def input_in_weight(self, head: Head) -> Node | None:
-        """Return a graph input, other than a parameter or buffer, from which a weight is computed.
+        """Return a graph input, other than a parameter or buffer, from which the weight of `head`
+        is computed.
 
-        The matrix product with such a weight is then no output projection. An example is the
-        product of two encoders' outputs. If the weight is computed only from parameters and
-        buffers, or is a graph input itself, return None.
+        A matrix product with such a weight does not count as an output projection. An example is
+        the product of two encoders' outputs. If the weight is computed only from parameters and
+        buffers, or is a graph input itself, return None. A graph input that requires a gradient
+        counts as a parameter.
         """
         for node in self._sources(head.weight):
             value = self.info.tensor(node)
@@ -329,8 +336,8 @@ class HeadReader:
         return None
 
     def masks_parameter(self, head: Head) -> bool:
-        """Return whether a weight is computed from a graph input that requires a gradient and has
-        the same shape.
+        """Return whether the weight of `head` is computed from a graph input of the same shape that
+        requires a gradient.
 
         A masked parameter, for example, is such a weight."""
         weight = self.info.value(head.weight)
@@ -537,8 +544,8 @@ class HeadReader:
         """Follow an output projection's weight or bias back through casts and transposes.
 
         Return the node before them, and whether it is a weight of shape (D, V): hidden size by
-        classes. Each cast must keep the dtype of its operand, or must be to `dtype`, in which the
-        projection's matrix product computes.
+        classes. The projection's matrix product computes in `dtype`. Do not follow a cast that
+        changes the dtype to one other than `dtype`.
         """
         while (call := call_of(node, aten.to.dtype)) is not None:
             before, after = self.info.tensor(call.args["self"]), self.info.value(node)

@@ -1,12 +1,14 @@
 """Recognize output projections whose classes DTensor splits over ranks, and insert nodes that
 combine the ranks' results.
 
+In a captured graph, such an output projection looks, for example, like this:
+
     x = DTensor.from_local(h, mesh, (Replicate,))
     l = linear(x, W)
     z = l.redistribute(placements=(Replicate,)).to_local()
 
-In this example, the weight W is split by Shard(0). Each rank has the weight's rows for some of the
-classes.
+Here, `h` are the hidden states, which are equal on all ranks. The weight W is split by Shard(0):
+each rank has the weight's rows for some of the classes. `z` are the logits of all classes.
 
 All ranks of a group must make the same edits, because a collective would hang otherwise. So this
 module bases its decisions only on facts that are equal on all ranks: layouts, and the sizes of

@@ -130,8 +130,12 @@ class SoftmaxReader:
         *,
         signed: bool = False,
     ) -> Soft | Decline | None:
-        """Go back from a node through nodes that only move, cast or detach rows, to a softmax,
-        which the function `start` recognizes.
+        """Return the probabilities or log-probabilities in `node` as a `Soft`.
+
+        The function `start` recognizes the node that computes the probabilities or
+        log-probabilities. The nodes from there to `node` may only move, cast or detach values. With
+        `signed`, they may also negate the values. If `start` returns a Decline (the reason for no
+        rewrite), return it. For other nodes, return None.
         """
         links, signs = list[Node](), list[Node]()
         while isinstance(node, Node) and len(links) < _MAX_LINKS:

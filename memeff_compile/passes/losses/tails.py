@@ -794,8 +794,9 @@ def _same_logits(a: Chain, b: Chain) -> bool:
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
     """Yield a Decline (the reason for no rewrite) for a training graph that returns its logits.
 
-    The graph contains no loss of these logits, so the loss is computed outside the graph. If the
-    pass `defer_logits` will defer the logits, yield nothing for them.
+    The graph contains no loss of these logits, so the loss is computed outside the graph. The pass
+    `defer_logits` can make the graph return deferred logits, which are computed when first read.
+    Yield no Decline for logits that this pass will defer.
     """
     for match in returned_logits(info):
         if is_deferrable(info, match):
@@ -828,10 +829,10 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
 
 
 def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
-    """Return whether the graph also computes the logsumexp of the rows whose logits `tail`
-    gathers.
+    """Return whether the graph also computes the logsumexp of rows (tokens) of `tail`'s logits.
 
-    Gathered logits and logsumexps together form a loss. In a loop over chunks, each logsumexp may
-    cover only some of the rows of `tail`.
+    `tail` describes a gather of one logit per row. `tails` has the losses and other results of
+    the same output projection's logits. Gathered logits and logsumexps together form a loss. In
+    a loop over chunks, each logsumexp may cover only some of the rows of `tail`.
     """
     return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)

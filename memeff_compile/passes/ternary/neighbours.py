@@ -24,7 +24,9 @@ from .chains import both, other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """The gate and the norm that compute the input of a linear layer."""
+    """The nodes that compute a linear layer's input: a gate, an RMS norm, both or neither.
+
+    The gate is the product `relu(source) ** 2 * up` in a gated MLP with squared ReLU."""
 
     source: Node  # the input: x, or the gate where `up` is given
     up: Node | None = None  # the other factor of a squared-ReLU gate, or None

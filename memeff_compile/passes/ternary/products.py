@@ -69,7 +69,10 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
 
 
 def _quantize_of(items: list[Any]) -> Node | None:
-    """Return the call of which the three given nodes are the results."""
+    """If `items` are the three results of one call of memeff::ternary_linear_quantize, return the
+    call, otherwise None.
+
+    This op quantises a linear layer's input. Its results are codes, scales and sums."""
     calls = set()
     for place, item in enumerate(items):
         is_item = isinstance(item, Node) and item.target is operator.getitem
