@@ -455,14 +455,16 @@ class Options:
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
-        "For `block`: drop a class if the absolute value of p - 1(target), the gradient of its "
-        "logit, is below this number in every row of a block. None: 2^-12.",
+        "For `linear_cross_entropy=block`: drop a class from the gradients of 128 tokens if the "
+        "gradient of its logit (p, or p - 1 at the target) is smaller than this number, in "
+        "absolute value, for every one of these tokens. None: 2^-12.",
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
         "none, or a number between 0 and 1",
         _check_fraction,
-        "For `mass`: the largest probability mass that a row may lose. None: 2^-6.",
+        "For `linear_cross_entropy=mass`: the largest probability mass that a token may lose. "
+        "None: 2^-6.",
     )
     linear_cross_entropy_parts: str = _choice(
         "both hidden weight",
