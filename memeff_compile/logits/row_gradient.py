@@ -117,7 +117,10 @@ class RowGradient(LazyTensor):
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
 
     def dense(self) -> Tensor:
-        """Return this gradient as a plain tensor with all rows (tokens) of the logits."""
+        """Return this gradient of logits as a plain tensor.
+
+        Rows (tokens) that the gradient does not store are zero.
+        """
         if self._dense is None:
             total = _sum(self.pieces, self)
             if self.order is not None and self.pieces:
@@ -145,8 +148,8 @@ class RowGradient(LazyTensor):
         """Return whether this gradient of logits is stored only as `FusedRows`, with the vocabulary
         as its last dimension.
 
-        `FusedRows` stores a few numbers per row (token) instead of one per class. The gradient can
-        be computed from these numbers.
+        `FusedRows` stores a few numbers per row (token) instead of one per class. The gradient is
+        computed from these numbers, the hidden states and the output projection.
         """
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
@@ -450,9 +453,9 @@ def _together(
     A `RowGradient` stores a gradient of logits as a sum of gradients that each cover some rows
     (tokens). A gradient may consist of one `FusedRows`: a few numbers per row instead of one per
     class. If all gradients do, and `FusedRows.joined` can join them, the result contains one
-    `FusedRows`. Otherwise each gradient is extended by zeros to `shape`, the shape of the result.
-    The gradient's step in `steps` determines its position. The sum of the extended gradients is the
-    concatenation or the stack.
+    `FusedRows`. Otherwise the result is stored as the sum of the gradients. Each summand has the
+    shape `shape` of the result. A summand is zero outside of the positions to which its step in
+    `steps` writes the gradient.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -91,7 +91,8 @@ def require_module(model: object, verb: str) -> None:
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
     """Store the report of a function that changed a model in place, and return the report.
 
-    `verb` is the function's name, such as "ternarize_". `verb_report` returns a stored report.
+    The stored report becomes the model's latest report, which `verb_report` returns by default.
+    `verb` is the function's name, such as "ternarize_".
     """
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)

@@ -422,7 +422,7 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Start again at the first of the levels that `calibrate_attention` chose for a module's calls.
+    """Make the next call of each attention module use the first level chosen for its calls.
 
     A level is a low-bit format, such as `8b`, or `exact`. The result of `calibrate_attention` may
     have a list of levels for an attention module, one per call. Successive calls of the module use

@@ -391,9 +391,9 @@ def _others(bits: int) -> list[_Other]:
 def _without(codes: Mapping[str, Any]) -> str:
     """Return the settings and results of one cache of a fidelity report as text.
 
-    `codes`, an entry of the report's list `codes`, describes this cache. The report compares it
-    with the cache that the user asked about. The results are how many times smaller the cache is
-    than an exact cache, and a KL divergence. The KL divergence is that of the next-token
+    `codes`, an entry of the report's list `codes`, describes this cache. The report compares this
+    cache with the cache that the user asked about. The results are how many times smaller this
+    cache is than an exact cache, and a KL divergence. The KL divergence is that of the next-token
     probabilities from those with an exact cache.
     """
     kl, ratio = codes["kl"], codes["ratio"]

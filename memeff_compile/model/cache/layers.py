@@ -353,9 +353,9 @@ class WindowLayer(AsTheyCome):
     def _fill(self, keys: Tensor, values: Tensor) -> None:
         """Overwrite all positions of the layer's memory with keys and values, by `index_copy_`.
 
-        The layers without a sliding window (`ExactLayer`) also write by `index_copy_`. With `copy_`
-        instead, the prompt's keys and values of all layers would stay in memory together. The peak
-        of the GPU's memory would then be higher.
+        `ExactLayer`, a layer without a sliding window that stores all tokens exactly, also writes
+        by `index_copy_`. With `copy_` instead, the prompt's keys and values of all layers would
+        stay in memory together. The peak of the GPU's memory would then be higher.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)

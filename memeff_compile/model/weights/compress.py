@@ -99,9 +99,10 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    In `str()`, weights with equal shapes and results share one line if their names differ only in
-    numbers. A weight's result is the codec (compressed format), or the reason why the weight is
-    unchanged. `to_json()` has one entry per weight.
+    In `str()`, weights with equal shapes and codecs (compressed formats) share one line if their
+    names and reasons differ only in numbers. A reason says why a weight is unchanged. Weights that
+    were rounded for example inputs share no line with other weights. `to_json()` has one entry per
+    weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -147,10 +148,11 @@ class CompressionReport(VerbReport):
         """Return totals, the notes, and lines for all weights.
 
         The totals are the compressed weights' number and bytes, and the number of dense weights.
-        The notes are about names in `skip`, an argument of `compress_`. A line has a weight's
-        number of bits and codec (compressed format), or the reason why the weight is unchanged.
-        Weights share one line if their shapes, codecs and reasons are equal and their names differ
-        only in numbers. `details` has one line per weight.
+        The notes are about names in `skip`, an argument of `compress_`. A line has a weight's bits
+        per element and codec (compressed format), or the reason why the weight is unchanged.
+        Weights with equal shapes and codecs share one line if their names and reasons differ only
+        in numbers. Weights that were rounded for example inputs share no line with other weights.
+        `details` has one line per weight.
         """
         return self._text(folds=True)
 
@@ -159,7 +161,8 @@ class CompressionReport(VerbReport):
 
         The totals are the compressed weights' number and bytes, and the number of dense weights.
         The notes are about names in `skip`, an argument of `compress_`. A line has the weight's
-        number of bits and codec (compressed format), or the reason why the weight is unchanged."""
+        bits per element and codec (compressed format), or the reason why the weight is
+        unchanged."""
         return self._text(folds=False)
 
     def _text(self, *, folds: bool) -> str:
@@ -196,10 +199,10 @@ _NUMBER = re.compile(r"\d+")
 def _line(weights: Sequence[CompressedWeight]) -> str:
     """Return one line of the compression report, for one weight or several similar weights.
 
-    Weights share a line if their shapes and results are equal and their names differ only in
-    numbers. A weight's result is the codec (compressed format), or the reason why the weight is
-    unchanged. In the longer text that the report's method `details` returns, each weight has its
-    own line."""
+    Weights with equal shapes and codecs (compressed formats) share a line if their names and
+    reasons differ only in numbers. A reason says why a weight is unchanged. Weights that were
+    rounded for example inputs share no line with other weights. In the longer text that the
+    report's method `details` returns, each weight has its own line."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:

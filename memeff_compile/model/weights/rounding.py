@@ -109,8 +109,8 @@ def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tens
 
     The format divides each block of `block` numbers by the significand of the block's largest
     number (in magnitude). Rounding does not change this largest number, and no other number of the
-    block exceeds it. Return None if all inputs are zero, or if an input or the weight is not
-    finite.
+    block exceeds it in magnitude. Return None if all inputs are zero, or if an input or the weight
+    is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())
