@@ -117,7 +117,10 @@ class RowGradient(LazyTensor):
         return RowGradient(rows.shape, (Piece(rows, ()),), rows)
 
     def dense(self) -> Tensor:
-        """Return the gradient as a plain tensor."""
+        """Return this gradient of logits as a plain tensor.
+
+        Rows (tokens) that the gradient does not store are zero.
+        """
         if self._dense is None:
             total = _sum(self.pieces, self)
             if self.order is not None and self.pieces:
@@ -142,18 +145,23 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether all summands of this gradient are `FusedRows` (a few numbers per row), and
-        the vocabulary is the last dimension."""
+        """Return whether this gradient of logits is stored only as `FusedRows`, with the vocabulary
+        as its last dimension.
+
+        `FusedRows` stores a few numbers per row (token) instead of one per class. The gradient is
+        computed from these numbers, the hidden states and the output projection.
+        """
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None
 
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return a gradient in which `function` was applied to the stored rows of each summand.
+        """Return this gradient of logits with `function` applied to its stored rows (tokens).
 
-        This gradient of logits is stored as a sum. Each summand stores some rows (tokens), as a
-        tensor or as `FusedRows` (a few numbers per row). `function` takes and returns such rows.
+        The gradient is stored as a sum. Each summand stores some rows, as a tensor or as
+        `FusedRows` (a few numbers per row instead of one per class). `function` takes the rows of
+        one summand, and returns the rows of this summand in the new gradient.
         """
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
@@ -208,7 +216,11 @@ class RowGradient(LazyTensor):
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a RowGradient as a plain tensor; other tensors are returned unchanged."""
+    """Return a `RowGradient` as a plain tensor; return other tensors unchanged.
+
+    A `RowGradient` stores a gradient of logits as a sum of gradients that each cover some rows
+    (tokens).
+    """
     return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
@@ -321,18 +333,18 @@ def indexed_dims(indices: Sequence[Tensor | None]) -> int:
 
 
 def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
-    """Return the sum of two gradients as a `RowGradient`, or None if the caller has to add dense
-    tensors.
+    """Return the sum of two gradients of logits as a `RowGradient`, or None if the caller has to
+    add dense tensors.
 
-    If neither gradient contains `FusedRows` (a few numbers per row instead of one per class), the
-    result is None in these cases:
+    A `RowGradient` stores some rows (tokens) of a gradient, as tensors or as `FusedRows`.
+    `FusedRows` contains a few numbers per row instead of one per class. If neither gradient
+    contains `FusedRows`, the result is None in these cases:
 
     - one of the gradients is dense;
     - the two gradients together contain at least as many rows as a dense gradient.
 
-    If one of the gradients contains `FusedRows` (a few numbers per row instead of one per class),
-    the result is a `RowGradient`. Neither a dense second gradient nor a large number of rows
-    changes the type of this result."""
+    If one of the gradients contains `FusedRows`, the result is a `RowGradient`. Neither a dense
+    second gradient nor a large number of rows changes the type of this result."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return None  # a hook of a node adds a number
     if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
@@ -438,10 +450,12 @@ def _together(
 ) -> RowGradient | None:
     """Concatenate or stack gradients into a `RowGradient`; return None if one is no `RowGradient`.
 
-    A gradient may consist of one `FusedRows`: a few numbers per row instead of one per class. If
-    all gradients do, and `FusedRows.joined` can join them, the result contains one `FusedRows`.
-    Otherwise the result is stored as the sum of the gradients. In this sum, each gradient is zero
-    outside of the positions to which its step in `steps` writes the gradient.
+    A `RowGradient` stores a gradient of logits as a sum of gradients that each cover some rows
+    (tokens). A gradient may consist of one `FusedRows`: a few numbers per row instead of one per
+    class. If all gradients do, and `FusedRows.joined` can join them, the result contains one
+    `FusedRows`. Otherwise the result is stored as the sum of the gradients. Each summand has the
+    shape `shape` of the result. A summand is zero outside of the positions to which its step in
+    `steps` writes the gradient.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

@@ -37,11 +37,12 @@ _reading: list[str] = []
 
 @contextmanager
 def reading_for(reason: str) -> Iterator[None]:
-    """Set the reason under which the compilation's report lists logits computed in this context.
+    """Name the code that reads deferred logits in this context, for the compilation's report.
 
-    Deferred logits are computed when first read, not by the compiled graph. `reason` is usually the
-    name of the op that reads the logits. If contexts are nested, the report shows the reason that
-    the outermost context set.
+    Deferred logits are computed when first read, not by the compiled graph. The report lists logits
+    that are computed in this context under the name `reason`. `reason` is usually the name of the
+    op that reads the logits. If contexts are nested, the report shows the `reason` of the outermost
+    context.
     """
     _reading.append(reason)
     try:
@@ -53,8 +54,9 @@ def reading_for(reason: str) -> Iterator[None]:
 def reader() -> str:
     """Return the name under which the compilation's report lists logits that are computed now.
 
-    `reading_for` is a context manager around code that reads deferred logits. The outermost active
-    `reading_for` sets the name, usually that of the op that reads the logits.
+    `reading_for` is a context manager around code that reads deferred logits (logits that are
+    computed when first read). The outermost active `reading_for` sets the name, usually that of the
+    op that reads the logits.
     """
     return _reading[0] if _reading else "their values"
 

@@ -270,7 +270,7 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute the logits, and run one ATen operation on them."""
+    """Compute deferred logits (computed when first read), and run one ATen operation on them."""
     schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
@@ -317,7 +317,8 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
-    """Return the deferred logits among an operation's arguments to which the operation writes."""
+    """Return those arguments of an operation that are deferred logits (computed when first read)
+    and to which the operation writes."""
     schema = compat.schema(func)
     is_atens = schema.name.startswith("aten::")
     if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
@@ -339,7 +340,11 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def on(self, tensor: Tensor) -> Any:
-        """Run this call's operation on `tensor` instead of on `view`, the deferred logits."""
+        """Run this call's operation on `tensor` instead of on `view`.
+
+        `view` is the tensor on which code called the operation: deferred logits, which are computed
+        when first read.
+        """
         return self.func(tensor, *self.args, **self.kwargs)
 
 
@@ -351,9 +356,10 @@ def _derive(
 ) -> DeferredLogits:
     """Return a view of the deferred logits `view` with the given rows (tokens).
 
-    `rows` contains the hidden states from which the logits of these tokens are computed.
-    `geometry` is a meta tensor with the shape, strides and offset of the new view. `order` is the
-    order of the dimensions if the vocabulary is not the last one."""
+    Deferred logits are computed when first read. `rows` contains the hidden states from which the
+    logits of these tokens are computed. `geometry` is a meta tensor with the shape, strides and
+    offset of the new view. `order` is the order of the dimensions if the vocabulary is not the last
+    one."""
     size, offset = tuple(geometry.shape), int(geometry.storage_offset())
     # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
     is_inference = view.is_inference()
@@ -466,7 +472,10 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 
 def _scaled(call: _Call) -> DeferredLogits | None:
-    """Run multiplications and divisions of deferred logits by a number, such as a temperature."""
+    """Multiply or divide deferred logits by a number, such as a temperature.
+
+    Deferred logits are computed when first read, and so is the result.
+    """
     func, view, args, kwargs = call
     number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -480,11 +489,11 @@ def _scaled(call: _Call) -> DeferredLogits | None:
 def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
-    """Return a new deferred tensor whose values are `function` applied to the values of `view`.
+    """Return new deferred logits whose values are `function` applied to the values of `view`.
 
-    The steps in `recipe` compute the same new values from hidden states. Return None if the values
-    of `view` may differ from logits computed at the time of this call. For example, an optimizer
-    step may have changed the weight.
+    Deferred logits are computed when first read. The steps in `recipe` compute the same new values
+    from hidden states. Return None if the values of `view` may differ from logits computed at the
+    time of this call. For example, an optimizer step may have changed the weight.
     """
     if view.lost_factors() is not None:
         return None  # values that are there can be copied all the same
@@ -500,8 +509,11 @@ def _copy(
 
 
 def _indexed(call: _Call) -> DeferredLogits | None:
-    """Run indexing of the logits' rows by tensors or masks; as in eager PyTorch, the result is a
-    copy."""
+    """Index the rows (tokens) of deferred logits by tensors or masks; as in eager PyTorch, the
+    result is a copy.
+
+    Deferred logits are computed when first read, and so is the copy.
+    """
     view, where = call.view, call.args[0]
     memory, rank = view.memory, len(view.dims)
     if memory.value is not None or memory.is_open or view._is_reordered:

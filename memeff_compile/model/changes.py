@@ -89,7 +89,11 @@ def require_module(model: object, verb: str) -> None:
 
 
 def keep(model: nn.Module, verb: str, report: Kept) -> Kept:
-    """Store a function's report about a model as the model's latest report; return the report."""
+    """Store the report of a function that changed a model in place, and return the report.
+
+    The stored report becomes the model's latest report, which `verb_report` returns by default.
+    `verb` is the function's name, such as "ternarize_".
+    """
     reports = _kept.setdefault(compat.without_compile(model), {})
     reports.pop(verb, None)
     reports[verb] = report

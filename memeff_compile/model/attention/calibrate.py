@@ -8,14 +8,14 @@ chosen per layer and, for diffusion models, per time step. A level is acceptable
 over all inputs is high enough. The mean score does not count.
 
 With the argument `share`, this share of the attention calls gets the more precise of two levels. To
-choose these calls, the model runs twice more for each call, once with this call at each of the two
-levels. All other calls stay exact. At either level, the call changes the model's output, compared
-with an exact run. The harm of the less precise level is the change at this level minus the change
-at the other level. Any change in a call also makes all later layers of a 16-bit model round
-differently. The output's change by this rounding is largest for calls in early layers. The runs at
-both levels contain a change by rounding. Subtracting one level's change from the other's is meant
-to cancel this change by rounding. A layer whose own result changes little may change the output
-much, and the reverse.
+choose these calls by the model's output, the model runs twice more for each call and input, once
+with this call at each of the two levels. In these two runs, all other calls are exact. At either
+level, the call changes the model's output, compared with an exact run. The harm of the less precise
+level is the change at this level minus the change at the other level. Any change in a call also
+makes all later layers of a 16-bit model round differently. The output's change by this rounding is
+largest for calls in early layers. The runs at both levels contain a change by rounding. Subtracting
+one level's change from the other's is meant to cancel this change by rounding. A layer whose own
+result changes little may change the output much, and the reverse.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Calibration(VerbReport, dict[str, Any]):
     - `scores` contains statistics per attention, level and call: the mean and standard deviation
       of the score over inputs, and the worst score;
     - `min_score` is the lowest acceptable score, unless you passed `share`;
-    - `share` and `by` replace `min_score` if you passed `share`. With `share`,
-      `calibrate_attention` chooses between two levels: by default the first is `4b`, and the
-      second, more precise one is `8b`. `share` is the fraction of all calls that get the second
-      level. `by` names the measure that chose these calls: the change of the model's output
-      ("output") or the score ("attention");
+    - `share` exists instead of `min_score` if you passed `share`. `calibrate_attention` then
+      chooses between two levels: by default the first is `4b`, and the second, more precise one is
+      `8b`. `share` is the fraction of all calls that get the second level;
+    - `by` exists together with `share`. `by` names the measure that chose the calls for the second
+      level: the change of the model's output ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
       that compares the two levels from which `calibrate_attention` chose. If only this call runs at
       a level, the model's output changes, compared with an exact run. The number is the output's
@@ -85,12 +85,14 @@ class Calibration(VerbReport, dict[str, Any]):
     def __str__(self) -> str:
         """Return the number of attention modules in low bits, and a table of all modules, as text.
 
-        A level is a low-bit format, such as `8b`, or `exact`. This dictionary may have the key
-        `changes`, with a number for each attention call. If only this call runs at a level, the
-        model's output changes. The number is the output's change at the first of two levels minus
-        the output's change at the second. With the key `changes`, the module with the largest
-        number comes first. Without `changes`, the module with the lowest score comes first. This
-        score is the similarity to exact attention at the first of the scored levels.
+        This object is a dictionary with the level of each attention module. A level is a low-bit
+        format, such as `8b`, or `exact`. If two levels, such as `4b` and `8b`, were compared by the
+        model's output, the dictionary has a key `changes`. `changes` has a number for each
+        attention call. If only this call runs at a level, the model's output changes. The number is
+        the output's change at the first of the two levels minus the output's change at the second.
+        With the key `changes`, the module with the largest number comes first. Without `changes`,
+        the module with the lowest score comes first. This score is the similarity to exact
+        attention at the first of the scored levels.
         """
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
@@ -124,9 +126,10 @@ class Calibration(VerbReport, dict[str, Any]):
     def to_json(self, *, indent: int | None = None) -> str:
         """Return, as JSON, the low-bit format or `exact` that was chosen for each attention module.
 
-        The JSON also has statistics of the scores of each scored format. A score is the similarity
-        of the attention's result to the exact result. This object is a dictionary, and the JSON has
-        all of its keys. The option `memeff.attention` accepts this JSON too.
+        The JSON also has statistics of scores, for each low-bit format that was tried. A score is
+        the similarity of the attention's result in this format to the exact result. This object is
+        a dictionary, and the JSON has all of its keys. The option `memeff.attention` accepts this
+        JSON too.
         """
         return json.dumps(self, indent=indent)
 
@@ -419,13 +422,14 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Make the next call of each attention module use the first level in the module's list.
+    """Make the next call of each attention module use the first level chosen for its calls.
 
     A level is a low-bit format, such as `8b`, or `exact`. The result of `calibrate_attention` may
-    have a list of levels for an attention module, one per call. Successive calls use these levels
-    in order. After the last level, the next call uses the first level again. Call this function if
-    a loop that runs the model, such as a sampling loop, was interrupted. You need not call this
-    function after a loop that completes as many calls as the calibration had.
+    have a list of levels for an attention module, one per call. Successive calls of the module use
+    these levels in order. After the last level, or after this function, the next call uses the
+    first level again. Call this function if a loop that runs the model, such as a sampling loop,
+    was interrupted. You need not call this function after a loop that completes as many calls as
+    the calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """

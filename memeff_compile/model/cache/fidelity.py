@@ -202,11 +202,11 @@ class FidelityReport(VerbReport):
         return json.dumps(named, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw how similar the two layers of each pair are, in their keys and in their values.
+        """Draw how similar the keys, and the values, of two layers are, for each pair of layers.
 
-        For each token and head, there is one cosine between the two layers' keys, and one between
-        their values. The plot shows the mean cosine, and the range that contains 90 % of the
-        cosines.
+        A pair consists of two adjacent layers, or of two layers that a cache can merge. For each
+        token and head, there is one cosine between the two layers' keys, and one between their
+        values. The plot shows the mean cosine, and the range that contains 90 % of the cosines.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -303,8 +303,11 @@ def fidelity_report(
 
 
 def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
-    """Return the token ids and the attention mask (or None) of an input; raise an error if the
-    input has too few tokens."""
+    """Return the token ids and the attention mask (or None) of an input.
+
+    Raise an error unless the input has more than `steps` tokens. The tokens before the last `steps`
+    ones fill the KV cache whose effect on predictions is measured.
+    """
     is_named = isinstance(given, Mapping)
     ids = given.get("input_ids") if is_named else given
     mask = given.get("attention_mask") if is_named else None
@@ -351,9 +354,11 @@ def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = 
 
 
 class _Other(NamedTuple):
-    """The settings of one of the caches in a fidelity report's list `codes`.
+    """The settings of a cache with which a fidelity report compares the measured cache.
 
-    If the measured cache merges layers, the report compares the measured cache with these caches.
+    A fidelity report describes how a low-bit KV cache, the measured cache, changes a model's
+    predictions. If the measured cache merges layers, the report also describes other caches, in its
+    list `codes`. Merged layers share directions (unit vectors) of keys or values.
     """
 
     bits: int
@@ -384,9 +389,12 @@ def _others(bits: int) -> list[_Other]:
 
 
 def _without(codes: Mapping[str, Any]) -> str:
-    """Return one cache's settings and results as text, from an entry of a report's `codes`.
+    """Return the settings and results of one cache of a fidelity report as text.
 
-    The entry describes a cache with which the report compares the cache that the user asked about.
+    `codes`, an entry of the report's list `codes`, describes this cache. The report compares this
+    cache with the cache that the user asked about. The results are how many times smaller this
+    cache is than an exact cache, and a KL divergence. The KL divergence is that of the next-token
+    probabilities from those with an exact cache.
     """
     kl, ratio = codes["kl"], codes["ratio"]
     of_values = f", {codes['value_bits']} for values," if "value_bits" in codes else ""
@@ -427,7 +435,12 @@ class _Gathered:
 
     def alone(self, at: _Layers, exact: _Run, found: _Run) -> None:
         """Record how the predictions with a cache that merges only one pair of layers differ from
-        those with the exact cache."""
+        those with an exact cache.
+
+        The two merged layers, `at`, share directions (unit vectors) of keys or values. `found` is
+        the model's run with that cache, and `exact` the run with an exact cache. The difference is
+        the KL divergence of the next-token probabilities.
+        """
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "alone", at)
 
@@ -436,7 +449,11 @@ class _Gathered:
 
     def alike(self, cache: Any, mask: Tensor | None, config: Any) -> None:  # noqa: ANN401
         """Record the similarity of the keys, and of the values, of adjacent layers and of layers
-        that can be merged."""
+        that can be merged.
+
+        Two merged layers of a KV cache share directions (unit vectors) of keys or values. `cache`
+        is the exact cache of one input, with all its keys and values.
+        """
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
         self.before += sum(held.nbytes for layer in layers for held in layer.values())

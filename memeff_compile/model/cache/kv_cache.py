@@ -173,8 +173,8 @@ class KVCache(Cache):
           stayed unmerged;
         - `kept`: the mean number of tokens per sequence and head that stayed unmerged, not
           counting a sequence's first `keep_first` tokens, which always stay exact;
-        - `left_over`: the mean number of tokens per sequence and head that did not fit into the
-          memory for unmerged tokens.
+        - `left_over`: the mean number of tokens per sequence and head that were merged only because
+          they did not fit into the memory for unmerged tokens.
         """
         found = []
         for layer in self.layers:
@@ -651,10 +651,10 @@ class _Hook:
 
 
 def own_caches_again(model: torch.nn.Module) -> Undone:
-    """Make `generate` of every transformers model inside a model create the caches of transformers
-    again.
+    """Undo `use_kv_cache_` for every transformers model inside a model.
 
-    `memeff_compile.undo` calls this function to undo `use_kv_cache_`.
+    The models' `generate` then creates the usual caches of transformers again.
+    `memeff_compile.undo` calls this function.
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():

@@ -351,10 +351,11 @@ class WindowLayer(AsTheyCome):
         StaticLayer.update(self, *states)
 
     def _fill(self, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values to the layer's whole memory by `index_copy_`, as `ExactLayer` does.
+        """Overwrite all positions of the layer's memory with keys and values, by `index_copy_`.
 
-        With copy_ instead, the prompt's keys and values of all layers would stay in memory
-        together. The peak of the GPU's memory would then be higher.
+        `ExactLayer`, a layer without a sliding window that stores all tokens exactly, also writes
+        by `index_copy_`. With `copy_` instead, the prompt's keys and values of all layers would
+        stay in memory together. The peak of the GPU's memory would then be higher.
         """
         everywhere = torch.arange(self.room, device=self.device)
         self.keys.index_copy_(2, everywhere, keys)
@@ -556,8 +557,9 @@ class CodedLayer(InPlace):
     def keeps(self, remove: int) -> str | None:
         """Return the reason why the last `remove` tokens cannot be removed, or None.
 
-        A token cannot be removed after its keys and values are stored as codes, or merged with
-        those of another layer.
+        A token cannot be removed after its keys and values are quantised to low-bit codes. Nor can
+        a token be removed after its keys or values are merged with those of another layer. Merged
+        layers share directions (unit vectors) of keys or values, to save memory.
         """
         if remove == 0 or self.is_empty:
             return None

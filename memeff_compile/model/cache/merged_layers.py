@@ -31,10 +31,12 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that two merged layers share, such as directions (unit vectors) of keys and values.
+    """The state that two merged layers of a KV cache share.
 
-    New keys and values of the lower (earlier) layer may wait in this state. They wait until the
-    upper layer gets the same tokens. The upper layer then writes both layers' keys and values.
+    For each merged token and head, the two layers share one direction (unit vector) of their keys
+    and one of their values. Each layer stores the lengths of its own keys and values. New keys and
+    values of the lower (earlier) layer may wait in this state. They wait until the upper layer gets
+    the same tokens. The upper layer then writes both layers' keys and values.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class Pair:
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the tensors that the two merged layers share, once they are allocated.
 
-        With `MiniCache(align="heads")`, the result includes the maps, tensors that make the two
-        layers' keys and values similar before the merge.
+        Merged layers share directions (unit vectors) of keys and values. With
+        `MiniCache(align="heads")`, the result includes the maps, tensors that make the two layers'
+        keys and values similar before the merge.
         """
         if self.shape is not None:
             for name in (*op_folder.SHARED, *(op_folder.MAPS if self.is_aligned else ())):
@@ -70,15 +73,17 @@ class Pair:
     def shared(self) -> list[Tensor]:
         """Return the tensors that two merged layers share.
 
-        The order is that of the arguments of the op that appends tokens to the cache. The tensors
-        include the common directions (unit vectors) of keys and values."""
+        The order is that of the arguments of the op that appends tokens to the cache. For each
+        merged token and head, the tensors contain one direction (unit vector) of both layers' keys,
+        and one of both layers' values."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
         """Return the maps, tensors that make the two merged layers' keys and values similar.
 
-        The order is that of the arguments of the op that appends tokens to the cache. The list is
-        empty with `MiniCache(align="none")`, which merges layers without maps.
+        After the maps are applied, the two layers share directions (unit vectors) of keys and
+        values. The order is that of the arguments of the op that appends tokens to the cache. The
+        list is empty with `MiniCache(align="none")`, which merges layers without maps.
         """
         return [getattr(self, name) for name in (op_folder.MAPS if self.is_aligned else ())]
 
@@ -94,7 +99,9 @@ class Pair:
     def torn(self) -> str:
         """Return the error message for an interrupted forward pass.
 
-        After such a pass, the lower of two merged layers has tokens that the upper one never got.
+        After such a pass, the lower (earlier) of two merged layers has tokens that the upper one
+        never got. Merged layers share directions (unit vectors) of keys or values, so both layers
+        must have the same tokens.
         """
         lower, upper = self.numbers
         return (
@@ -120,8 +127,9 @@ class Pair:
     def clear(self, starts: Tensor) -> None:
         """Remove all tokens from the state that two merged layers share.
 
-        With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
-        and values similar. The maps are reset to the identity. `MiniCache(fidelity=...)` may be a
+        The two layers share directions (unit vectors) of keys and values. With
+        `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys and
+        values similar. The maps are reset to the identity. `MiniCache(fidelity=...)` may be a
         result of `fidelity_report` that has rotations and a pairing of heads for these layers. If
         so, both are then copied to the maps. `starts`, (B, H), contains the position of each
         sequence's first token.
@@ -169,8 +177,9 @@ class MergedLayer(CodedLayer):
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield each tensor of this layer whose first dimension is the batch.
 
-        The lower (earlier) of two merged layers also yields the tensors that the two share. The
-        `Place` before each tensor contains the tensor's owner and name."""
+        The lower (earlier) of two merged layers also yields the tensors that the two share, such as
+        directions (unit vectors) of keys or values. The `Place` before each tensor contains the
+        tensor's owner and name."""
         if self.is_initialized and not self.is_upper:
             yield from self.pair.tensors()
         yield from super().tensors()
@@ -178,23 +187,26 @@ class MergedLayer(CodedLayer):
     def own(self) -> list[Tensor]:
         """Return the tensors that only this layer has.
 
-        The order is that of the arguments of the op that appends tokens to the cache. The layer
-        shares its other tensors with the layer with which it is merged."""
+        The order is that of the arguments of the op that appends tokens to the cache. The layer is
+        merged with another layer: they share directions (unit vectors) of keys and values, in other
+        tensors."""
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
         """Return the tensors of this layer's cache in the order in which two ops take them.
 
         One op converts the cache's codes back to keys and values, another computes attention. The
-        layer shares some of the tensors with the layer with which it is merged."""
+        layer is merged with another layer: they share some of the tensors, with directions (unit
+        vectors) of keys and values."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
-        """Return this layer's maps, tensors that make two merged layers' keys and values similar.
+        """Return this layer's maps, tensors that make two merged layers' keys or values similar.
 
-        The ops that read the cache take the maps. One op converts the cache's codes back to keys
-        and values, another computes attention. The result is empty with `MiniCache(align="none")`,
-        which merges layers without maps.
+        Merged layers share directions (unit vectors) of keys or values. The ops that read the cache
+        take the maps. One op converts the cache's codes back to keys and values, another computes
+        attention. The result is empty with `MiniCache(align="none")`, which merges layers without
+        maps.
         """
         held = self.pair.maps()
         return tuple(held[1:] if self.is_upper else held[:1])
@@ -221,7 +233,10 @@ class MergedLayer(CodedLayer):
         self.span = self.pair.span
 
     def _require_alike(self, shape: tuple[int, ...]) -> None:
-        """Raise an error if the two merged layers' keys differ in shape, (batch, heads, depth)."""
+        """Raise an error if the two merged layers' keys differ in shape, (batch, heads, depth).
+
+        Merged layers share directions (unit vectors) of keys or values.
+        """
         if self.pair.shape != shape:
             first, second = self.pair.numbers
             refuse(
@@ -251,8 +266,8 @@ class MergedLayer(CodedLayer):
     def lengthy(self) -> list[Tensor]:
         """Return the tensors whose third dimension depends on the cache's length.
 
-        Two layers that merge keys and values store some tokens unmerged. The memory for these
-        tokens depends on the cache's length too."""
+        Two merged layers share directions (unit vectors) of keys or values, but store some tokens
+        unmerged. The memory for these tokens depends on the cache's length too."""
         shared = (tensor for tensor in self.pair.shared() if tensor.dim() > 2)
         return [*super().lengthy(), *shared]
 
@@ -263,8 +278,8 @@ class MergedLayer(CodedLayer):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error if new keys and values do not match the cache, for example in their dtype.
 
-        Also raise an error if the two merged layers have different tokens. The layers have
-        different tokens after an interrupted forward pass."""
+        Also raise an error if the two merged layers have different tokens, as after an interrupted
+        forward pass. Merged layers share directions (unit vectors) of keys or values."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
@@ -272,12 +287,13 @@ class MergedLayer(CodedLayer):
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         """Write the keys and values of new tokens, and merge two layers' older keys and values.
 
-        The lower of two merged layers runs first. If a call brings one new token, the lower layer
-        stores this token's key and value exactly. If a call brings several new tokens, the lower
-        layer keeps them aside until the upper layer gets the same tokens. The upper layer writes
-        its own new tokens and those that the lower layer kept aside. The upper layer then merges
-        both layers' keys and values in groups. A group of `group` tokens is merged once `recent`
-        later tokens exist (settings of `KVCache`)."""
+        Merged layers share directions (unit vectors) of keys and values. The lower (earlier) of two
+        merged layers runs first. If a call brings one new token, the lower layer stores this
+        token's key and value exactly. If a call brings several new tokens, the lower layer keeps
+        them aside until the upper layer gets the same tokens. The upper layer writes its own new
+        tokens and those that the lower layer kept aside. The upper layer then merges both layers'
+        keys and values in groups. A group of `group` tokens is merged once `recent` later tokens
+        exist (settings of `KVCache`)."""
         if not self.is_upper:
             self._write_lower(key_states, value_states)
             return
@@ -294,10 +310,11 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens of the lower (earlier) of two merged layers.
+        """Write new tokens of the lower (earlier) of two merged layers to the cache.
 
-        If the call brings one new token, its key and value are stored exactly. If the call brings
-        several new tokens, these tokens wait in `pair.parked` until the upper layer gets them."""
+        Merged layers share directions (unit vectors) of keys or values. If the call brings one new
+        token, its key and value are stored exactly. If the call brings several new tokens, these
+        tokens wait in `pair.parked` until the upper layer gets them."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return
@@ -305,11 +322,12 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_lower(*held, key_states, value_states, self.room)
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values as plain tensors. The result includes tokens that the lower of
-        two merged layers keeps aside until the upper layer gets the same tokens.
+        """Return all keys and values of this layer as plain tensors.
 
-        If the tokens that are kept aside do not fit into the cache, the result contains nan instead
-        of their keys and values.
+        This layer is one of two merged layers, which share directions (unit vectors) of keys or
+        values. The lower (earlier) layer may keep new tokens aside until the upper layer gets the
+        same tokens. The result includes the tokens that are kept aside. If the tokens that are kept
+        aside do not fit into the cache, the result contains nan instead of their keys and values.
         """
         if self.pair.parked is None:
             return self._view()
@@ -340,7 +358,8 @@ class MergedLayer(CodedLayer):
     def _forget(self) -> None:
         """Remove all tokens from the state that two merged layers share.
 
-        With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
-        and values similar. The maps are then fitted again, to the next tokens that arrive."""
+        The two layers share directions (unit vectors) of keys or values. With
+        `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys or
+        values similar. The maps are then fitted again, to the next tokens that arrive."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

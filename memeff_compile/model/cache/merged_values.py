@@ -26,9 +26,10 @@ class ValuesPair(Pair):
     """
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that the two merged layers share, once they exist.
+        """Yield the tensors that two merged layers of a KV cache share, once they exist.
 
-        The tensors include the maps, which make the two layers' values similar before the merge.
+        The two layers share directions (unit vectors) of values. The tensors include the maps,
+        which make the two layers' values similar before the merge.
         """
         if self.shape is not None:
             for name in (*op_folder.SHARED_VALUES, *op_folder.MAPS):
@@ -44,20 +45,22 @@ class ValuesPair(Pair):
     def kept(self) -> dict[str, float]:
         """Return zero for `kept`, the number of unmerged tokens, and zero for `left_over`.
 
-        `left_over` is the number of tokens that did not fit into the memory for unmerged tokens.
-        The numbers are zero because the two layers merge the values of all tokens that are stored
-        as low-bit codes. Merged layers share directions (unit vectors) of values."""
+        `left_over` is the number of tokens that were merged only because they did not fit into the
+        memory for unmerged tokens. This object is the state of two merged layers, which share
+        directions (unit vectors) of values. The numbers are zero because the layers merge the
+        values of all tokens that are stored as low-bit codes."""
         return {"kept": 0.0, "left_over": 0.0}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove tokens that wait in the lower of two merged layers, and reset the layers' maps.
+        """Reset the state of two merged layers, which share directions (unit vectors) of values.
 
-        New tokens wait there until the upper layer gets them. Tokens still wait if a forward pass
-        ended between the two layers. The maps are tensors that make the two layers' values similar
-        before the merge. The rotations of the upper layer's values and the pairing of the layers'
-        heads are copied from the report passed as `MiniCache(fidelity=...)`. Without a report, they
-        become the identity. The layers' mean values, which are subtracted before the merge, become
-        zero. `starts` has no effect.
+        New tokens wait in the lower (earlier) layer until the upper layer gets them. Tokens still
+        wait if a forward pass ended between the two layers. This method removes these tokens, and
+        resets the maps. The maps are tensors that make the two layers' values similar before the
+        merge. The rotations of the upper layer's values and the pairing of the layers' heads are
+        copied from the report passed as `MiniCache(fidelity=...)`. Without a report, they become
+        the identity. The layers' mean values, which are subtracted before the merge, become zero.
+        `starts` has no effect.
         """
         self.parked = None
         maps = self.maps()
@@ -81,15 +84,16 @@ class ValuesLayer(MergedLayer):
         """Return the tensors that only this layer has.
 
         The order is that of the arguments of the op that appends tokens to the cache. For example,
-        each layer has its own keys. The layer shares the codes of values with the layer with which
-        it is merged."""
+        each layer has its own keys. The layer is merged with another layer: they share the codes of
+        values' directions (unit vectors)."""
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
         """Return the tensors of this layer's cache in the order in which two ops take them.
 
         One op converts the cache's codes back to keys and values, another computes attention. The
-        layer shares some of the tensors with the layer with which it is merged."""
+        layer is merged with another layer: they share some of the tensors, with directions (unit
+        vectors) of values."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:
@@ -120,12 +124,12 @@ class ValuesLayer(MergedLayer):
 
         Two layers' older values are merged: the layers then share directions (unit vectors).
 
-        The lower of two merged layers runs first. If a call brings one new token, the lower layer
-        stores this token's key and value exactly. If a call brings several new tokens, the lower
-        layer keeps them aside until the upper layer gets the same tokens. The upper layer writes
-        its own new tokens and those that the lower layer kept aside. The upper layer then encodes
-        both layers' keys and merges their values in groups. A group of `group` tokens is merged
-        once `recent` later tokens exist (settings of `KVCache`).
+        The lower (earlier) of two merged layers runs first. If a call brings one new token, the
+        lower layer stores this token's key and value exactly. If a call brings several new tokens,
+        the lower layer keeps them aside until the upper layer gets the same tokens. The upper layer
+        writes its own new tokens and those that the lower layer kept aside. The upper layer then
+        encodes both layers' keys and merges their values in groups. A group of `group` tokens is
+        merged once `recent` later tokens exist (settings of `KVCache`).
         """
         if not self.is_upper:
             self._write_lower(key_states, value_states)

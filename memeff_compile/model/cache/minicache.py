@@ -98,7 +98,8 @@ class MiniCache:
             times the range of all distances. A larger number keeps more tokens unmerged. With 1, as
             many tokens stay unmerged as fit into the memory that `retained` reserves.
         retained: the memory for unmerged tokens, as a share of `max_cache_len`. If the memory is
-            too small for all such tokens, those that differ most between the layers stay unmerged.
+            too small for all such tokens, those that differ most between the layers stay unmerged
+            (with `reading="similar"`, those that differ least).
         reading: which tokens stay unmerged. With `distinct`, these are the tokens that differ
             most between the layers. With `similar`, these are the tokens that differ least. The
             MiniCache paper intends `distinct`, but its inequality for this choice can be read as

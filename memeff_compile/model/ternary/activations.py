@@ -158,9 +158,11 @@ class _StandIn:
     def _into_down(self, first: Tensor, second: Tensor, own: Mapping[str, nn.Module]) -> Tensor:
         """Run the MLP's forward with stand-ins for its modules; return the down projection's input.
 
-        The gate and up projections return `first` and `second`, in the order of `into`. `own` maps
-        names of the MLP's modules to the modules that run under these names. If the forward does
-        not have the expected form, return an empty tensor."""
+        The field `into` contains the names of the gate and up projections, in either order. The
+        stand-in for the first of them returns `first`, the stand-in for the other `second`. If
+        `into` has only one name, that of a projection to both, its stand-in returns both tensors
+        concatenated. `own` maps names of the MLP's modules to the modules that run under these
+        names. If the forward does not have the expected form, return an empty tensor."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}

@@ -80,9 +80,10 @@ class TernaryLinear(nn.Linear):
     """A trainable linear layer that rounds its weight to -1, 0, 1 and its input to few bits.
 
     The weight remains a full-precision parameter. The forward pass multiplies the weight by a
-    scale, 1 / mean(abs(weight)), and rounds it. `kind` determines how each token's input vector
-    is quantised. Gradients pass unchanged through the rounding of the weight and of the input. For
-    the backward pass, autograd keeps two bits per weight and one byte per input element in memory.
+    scale, 1 / mean(abs(weight)), and rounds it. The attribute `kind`, such as "int8", determines
+    how each token's input vector is quantised. Gradients pass unchanged through the rounding of the
+    weight and of the input. For the backward pass, autograd keeps two bits per weight and one byte
+    per input element in memory.
 
     Attributes:
         kind: how inputs are quantised: "int8", "int4", "fp4", or "topk8" (INT8 for the half of the
@@ -149,7 +150,8 @@ class PackedTernaryLinear(nn.Module):
         bias: (out_features,), or no buffer if the linear layer has no bias.
 
     Attributes:
-        kind: how each token's input vector is quantised.
+        kind: how each token's input vector is quantised: "int8", "int4", "fp4", or "topk8" (INT8
+            for the half of the elements with the largest magnitudes, 0 for the others).
         norm: a module that is applied to the input first, or None.
     """
 

@@ -27,7 +27,10 @@ METHOD = "memeff_ternary"
 
 
 class PackedTernaryConfig(QuantizationConfigMixin):
-    """The entry in config.json that describes a packed model, by the paths of its linear layers."""
+    """The entry in config.json that describes a model with packed ternary weights (two bits each).
+
+    The entry has the paths of the packed linear layers.
+    """
 
     def __init__(
         self,
@@ -47,8 +50,11 @@ class PackedTernaryConfig(QuantizationConfigMixin):
 
 
 class PackedTernaryQuantizer(HfQuantizer):
-    """A transformers quantizer that creates the packed linear layers that a saved model had; the
-    packed weights of these layers are loaded like other buffers."""
+    """A transformers quantizer that creates the linear layers whose ternary weights were packed
+    (two bits each) in a saved model.
+
+    The packed weights of these layers are loaded like other buffers.
+    """
 
     quantization_config: PackedTernaryConfig
     # transformers' name for "loads only models that were packed before"
@@ -57,15 +63,16 @@ class PackedTernaryQuantizer(HfQuantizer):
     is_compileable = True
 
     def is_serializable(self) -> bool:
-        """Return True, because packed weights are buffers, which can be saved."""
+        """Return True, because packed ternary weights are buffers, which can be saved."""
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], Any]:
         """Return the tensors to save, and list the packed linear layers in the model's config.
 
-        An empty tensor is also saved as the `weight` of the last packed linear layer. Without this
-        tensor, a process in which this quantizer is not registered would silently load random dense
-        weights. With it, transformers raises an error, because the shape of the weight is wrong.
+        The weights of packed linear layers are ternary and take two bits each. An empty tensor is
+        also saved as the `weight` of the last packed linear layer. Without this tensor, a process
+        in which this quantizer is not registered would silently load random dense weights. With it,
+        transformers raises an error, because the shape of the weight is wrong.
         """
         for path, linear in _packed(model).items():
             if not isinstance(linear.norm, _norm() | None):
@@ -126,8 +133,9 @@ AUTO_QUANTIZER_MAPPING[METHOD] = PackedTernaryQuantizer
 def know(model: nn.Module) -> set[nn.Module]:
     """Make `save_pretrained` list the packed linear layers of a model in config.json.
 
-    Every transformers model inside `model` that contains packed linear layers is changed. The
-    function returns the changed models.
+    The weights of packed linear layers are ternary and take two bits each. Every transformers model
+    inside `model` that contains packed linear layers is changed. The function returns the changed
+    models.
     """
     from transformers import PreTrainedModel
 
@@ -161,7 +169,10 @@ def _packed(model: nn.Module) -> dict[str, PackedTernaryLinear]:
 
 
 def _mark(model: Any) -> PackedTernaryConfig:  # noqa: ANN401
-    """Record in a model's config the paths and settings of its packed linear layers."""
+    """Record the paths and settings of a model's packed linear layers in the model's config.
+
+    The weights of packed linear layers are ternary and take two bits each.
+    """
     from memeff_compile.model.low_bit_heads import heads_of
 
     marked = PackedTernaryConfig()

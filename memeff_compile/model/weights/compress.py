@@ -87,8 +87,11 @@ class CompressedWeight:
 
     @property
     def bits(self) -> float:
-        """Return the number of bits per element of this weight, counting all of its coded
-        tensors."""
+        """Return the number of bits per element of this weight.
+
+        A compressed weight consists of several tensors, such as the codes and signs of its
+        elements. All of these tensors count.
+        """
         return _bits([self])
 
 
@@ -96,8 +99,10 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    In `str()`, weights with equal shapes and results share one line if their names differ only in
-    numbers. `to_json()` has one entry per weight.
+    In `str()`, weights with equal shapes and codecs (compressed formats) share one line if their
+    names and reasons differ only in numbers. A reason says why a weight is unchanged. Weights that
+    were rounded for example inputs share no line with other weights. `to_json()` has one entry per
+    weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -143,9 +148,11 @@ class CompressionReport(VerbReport):
         """Return totals, the notes, and lines for all weights.
 
         The totals are the compressed weights' number and bytes, and the number of dense weights.
-        The notes are about names in `skip`, an argument of `compress_`. A line has a weight's size,
-        or the reason why the weight is unchanged. Weights share one line if their shapes and
-        results are equal and their names differ only in numbers. `details` has one line per weight.
+        The notes are about names in `skip`, an argument of `compress_`. A line has a weight's bits
+        per element and codec (compressed format), or the reason why the weight is unchanged.
+        Weights with equal shapes and codecs share one line if their names and reasons differ only
+        in numbers. Weights that were rounded for example inputs share no line with other weights.
+        `details` has one line per weight.
         """
         return self._text(folds=True)
 
@@ -154,7 +161,8 @@ class CompressionReport(VerbReport):
 
         The totals are the compressed weights' number and bytes, and the number of dense weights.
         The notes are about names in `skip`, an argument of `compress_`. A line has the weight's
-        size, or the reason why the weight is unchanged."""
+        bits per element and codec (compressed format), or the reason why the weight is
+        unchanged."""
         return self._text(folds=False)
 
     def _text(self, *, folds: bool) -> str:
@@ -191,9 +199,10 @@ _NUMBER = re.compile(r"\d+")
 def _line(weights: Sequence[CompressedWeight]) -> str:
     """Return one line of the compression report, for one weight or several similar weights.
 
-    Weights share a line if their shapes and results are equal and their names differ only in
-    numbers. In the longer text that the report's method `details` returns, each weight has its own
-    line."""
+    Weights with equal shapes and codecs (compressed formats) share a line if their names and
+    reasons differ only in numbers. A reason says why a weight is unchanged. Weights that were
+    rounded for example inputs share no line with other weights. In the longer text that the
+    report's method `details` returns, each weight has its own line."""
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -832,9 +841,10 @@ def _codes_in_state_dict(
     unexpected_keys: list[str],
     error_messages: list[str],
 ) -> None:
-    """Let `load_state_dict` accept a compressed weight as coded tensors named `<name>.<part>`.
+    """Let `load_state_dict` accept a compressed weight as several tensors named `<name>.<part>`.
 
-    transformers' Trainer passes these coded tensors when it loads a checkpoint."""
+    A compressed weight consists of these tensors, such as the codes and signs of its elements.
+    transformers' Trainer passes these tensors when it loads a checkpoint."""
     for name, own in module._parameters.items():
         path = f"{prefix}{name}"
         parts = {part: state_dict.pop(f"{path}.{part}", None) for part in PARTS}
@@ -851,8 +861,11 @@ PARTS = frozenset(part for each in CODECS for part in (*parse(each).parts, "norm
 
 
 def _from_parts(own: Tensor, found: Mapping[str, Tensor]) -> Tensor:
-    """Return a compressed weight that consists of the given coded tensors and can replace a
-    module's weight."""
+    """Return a compressed weight that can replace `own`, a module's weight.
+
+    A compressed weight consists of several tensors, such as the codes and signs of its elements.
+    `found` contains these tensors by name.
+    """
     every = [name for name in (*CODECS, *WIDER) if dtype_of(parse(name)) == own.dtype]
     forms = [own.codec] if isinstance(own, CodedWeight) else every
     codec = next((each for each in forms if set(parse(each).parts) == set(found)), None)

@@ -102,9 +102,10 @@ class _Queue:
 
         The codes (the compressed form) of the new value are written to the memory of the old codes.
         If the new codes do not fit, the GPU copies the new value to the region. The region lies in
-        a ring of spill buffers. This queue contains new values whose codes the CPU has not checked
-        yet. If no region is free, first wait for the GPU, and check whether the codes of the oldest
-        values in this queue fitted. The check frees a value's region. Without a ring, return None.
+        a ring of spill buffers. This object is a queue of new values for which the CPU has not
+        checked yet whether their codes fitted. If no region is free, first wait for the GPU, and
+        check the oldest values in the queue. The check frees a value's region. Without a ring,
+        return None.
         """
         if self._ring is None:
             while len(self._waiting) >= UNSETTLED:
@@ -195,11 +196,11 @@ class _Queue:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the GPU, and check for each weight in this queue whether its new codes fitted.
+        """Wait for the GPU, and check all new values of compressed weights in this queue.
 
-        The queue contains compressed weights. The codes (the compressed form) of a new value are
-        written to the memory of the weight's old codes. Encode each value again whose codes did not
-        fit.
+        The codes (the compressed form) of a new value are written to the memory of the weight's old
+        codes. The check finds out whether the new codes fitted. Each value whose codes did not fit
+        is encoded again.
         """
         with self.lock:
             self._encode()

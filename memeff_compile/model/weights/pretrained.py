@@ -315,7 +315,7 @@ AUTO_QUANTIZER_MAPPING[METHOD] = MemeffQuantizer
 
 
 def know(model: nn.Module) -> None:
-    """Make every transformers model inside a model save its compressed weights as codes.
+    """Make every transformers model inside a model save its compressed weights in compressed form.
 
     Models of these kinds still save dense weights:
 
@@ -356,10 +356,11 @@ def _forget(module: Theirs) -> None:
 
 
 def _with_memory_of_its_own(part: Tensor) -> Tensor:
-    """Return a tensor with a storage of its own, which can be saved; the coded tensors of a weight
-    may share one storage.
+    """Return `part`, or a copy of `part`, as a tensor with a storage of its own, for saving.
 
-    If this function copies the tensor, the copy is in CPU memory, so saving needs no GPU memory.
+    `part` is one of the tensors of a compressed weight, such as the codes or signs of its elements.
+    These tensors may share one storage. If this function copies `part`, the copy is in CPU memory,
+    so saving needs no GPU memory.
     """
     return part.to("cpu", copy=True) if part.nbytes != part.untyped_storage().nbytes() else part
 

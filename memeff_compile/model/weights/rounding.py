@@ -107,9 +107,10 @@ def rounded_for(weight: Tensor, gram: Tensor, mantissa: int, block: int) -> Tens
     matrix of inputs that these layers got (see `grams`). `mantissa` is the number of mantissa bits
     that stay.
 
-    The format divides each block of `block` numbers by the significand of its largest number.
-    The largest number is not changed, and it remains the largest. Return None if all inputs are
-    zero, or if an input or the weight is not finite.
+    The format divides each block of `block` numbers by the significand of the block's largest
+    number (in magnitude). Rounding does not change this largest number, and no other number of the
+    block exceeds it in magnitude. Return None if all inputs are zero, or if an input or the weight
+    is not finite.
     """
     x = weight.float()
     spread = float(gram.diagonal().mean())

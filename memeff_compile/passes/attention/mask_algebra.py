@@ -300,8 +300,9 @@ def number(value: float) -> Cases:
 def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
     """Return a number that depends on a tensor's index, as `Cases`: values, each with a condition.
 
-    `found` contains each value that the number may have, after the condition on the index for this
-    value. Join the conditions of equal values, and remove values whose condition is FALSE."""
+    `found` contains pairs: a condition on the index, and the value of the number where this
+    condition holds. Join the conditions of equal values, and remove values whose condition is
+    FALSE."""
     by_value: dict[str, tuple[Formula, float]] = {}
     for condition, value in found:
         if condition == FALSE:
@@ -430,5 +431,9 @@ def reads_in(scalar: Any) -> set[Read]:
 
 
 def same_axes(rank: int) -> dict[int, Linear]:
-    """Return the substitution that leaves every axis unchanged."""
+    """Return the substitution that replaces the index along each of `rank` axes by itself.
+
+    A substitution is the argument `by` of `substituted`. This dictionary maps the number of each
+    axis to the sum (`Linear`) that replaces the index along the axis.
+    """
     return {place: axis(place) for place in range(rank)}

@@ -27,7 +27,11 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
-    """The error for a node to which no rule of the mask reader applies."""
+    """The error for a graph node that the mask reader cannot turn into a formula.
+
+    The mask reader (`MaskReader`) describes an attention mask as a formula over tensor indices.
+    The reader has rules for ATen ops, and no rule applies to this node.
+    """
 
 
 def _require(holds: bool) -> None:
@@ -55,8 +59,9 @@ class Value:
     def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
         """Describe, as a `Value`, a tensor whose elements are this tensor's elements at `index`.
 
-        `index` has a formula (`Linear`) for each axis of this tensor. By default, the two tensors
-        have the same shape.
+        For each axis of this tensor, `index` has a sum (`Linear`) that gives the position along the
+        axis. The sum consists of axis indices of the described tensor, sizes and tensor elements.
+        `shape` is the shape of the described tensor, by default the shape of this tensor.
         """
         return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
@@ -539,8 +544,9 @@ def _comparison(
 ) -> Callable[[_Operands], Value]:
     """Return the mask reader's rule for a comparison operator.
 
-    `of_sums` compares two integer sums, given their difference `left - right`. `of_numbers`
-    compares two numbers.
+    An operand is a tensor, described by the formula of its elements. If both formulas are sums
+    (`Linear`) of axis indices, sizes and tensor elements, `of_sums` returns the result as a
+    condition on the difference `left - right`. `of_numbers` compares two numbers.
     """
 
     def rule(given: _Operands) -> Value:
