@@ -355,9 +355,8 @@ class _Kept(NamedTuple):
     def of_another(self, view: View) -> _Kept:
         """Return the data that an autograd function's backward pass needs for the tensor `view`.
 
-        `self` is the same data for another tensor with the same hidden states and output
-        projection. The two tensors share the saved tensors, which autograd frees after the first
-        backward pass.
+        `self` has such data for another tensor with the same hidden states and output projection.
+        The two tensors share the saved tensors, which autograd frees after the first backward pass.
         """
         return self._replace(
             view=view, memory=view.memory, recipe=view.recipe, written_by=_written_by(view)

@@ -468,12 +468,12 @@ def _code_new_groups(source, room, at, sizes, C: tl.constexpr, IS_VALUE: tl.cons
 
 @triton.jit
 def _begin(pool, C: tl.constexpr):
-    """Return two numbers of tokens, and the position of this sequence's first token.
+    """Return the number of tokens in the cache, the number of these that are stored as codes, and
+    the position in the cache of this sequence's first token after padding.
 
-    The first number counts all tokens in the cache, and the second the tokens stored as codes. The
-    position is an index into the cache, after the sequence's padding. The first KEPT tokens of each
-    sequence are stored exactly. If KEPT is 0, the cache stores no positions of first tokens. The
-    function then returns 0 as the position, also for a sequence with padding.
+    The first KEPT tokens of each sequence are stored exactly. If KEPT is 0, the cache stores no
+    positions of first tokens. The function then returns 0 as the position, also for a sequence with
+    padding.
     """
     length = tl.load(pool.counts)
     coded = tl.load(pool.counts + 1)

@@ -274,7 +274,7 @@ def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
 
 @dataclass(frozen=True)
 class Cases:
-    """A number that depends on a tensor's index: a few values, each with a condition.
+    """The elements of a tensor, as a function of their index: a few values, each with a condition.
 
     At every index, exactly one of the conditions holds."""
 
