@@ -295,7 +295,7 @@ def _check_readers(
 
     `covered` contains the nodes that the rewrite replaces. The rewrite removes, for example, the
     logits. As an exception, a loss with class indices as targets or the graph's output may read the
-    logits. The logits then stay in the graph.
+    logits. This rewrite then leaves the logits in the graph.
     """
     reader = HeadReader(info)
     tails = TailReader(info, reader)

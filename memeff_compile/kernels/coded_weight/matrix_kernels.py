@@ -169,11 +169,11 @@ def _operand(pair, scale, layout: gl.constexpr):
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
     """Find C.ROWS rows of a compressed weight, from `first_row` on, and their patches.
 
-    Most exponents of the weight are stored as 4-bit codes. A patch is an element whose exponent has
-    no code. The patch's position and value are in the lists of patches. A chunk is 8192 consecutive
-    elements of the weight. The first three results describe the position of the rows: the first
-    chunk, the number of chunks, and the position in the first chunk. The last two results are the
-    range of these chunks' patches in the lists.
+    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
+    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
+    three results describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. The last two results are the range of these chunks' patches in the
+    lists.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -677,8 +677,7 @@ def _note_patches(
 ):
     """Store the rows, columns and values of the loaded patches in shared memory.
 
-    Most exponents of the weight are stored as 4-bit codes. A patch is an element whose exponent has
-    no code.
+    A patch is an element of the weight whose exponent has no 4-bit code.
     """
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found

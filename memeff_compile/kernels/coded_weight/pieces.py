@@ -173,12 +173,11 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """The result of encoding several weights: whether each weight's new codes fitted into its
-    allocation.
+    """The result of encoding several weights: whether each weight fitted into its allocation.
 
-    Most exponents are stored as 4-bit codes. A weight fits if its allocation has space for its
-    patches, the elements whose exponents have no code. The CPU knows the result only after the GPU
-    has run the kernels.
+    Patches are elements of a weight whose exponents have no 4-bit code. A weight fits if its
+    allocation has space for its patches. The CPU knows the result only after the GPU has run the
+    kernels.
     """
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:

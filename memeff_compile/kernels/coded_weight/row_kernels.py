@@ -37,11 +37,11 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 def chunks_of(weight, first_row, rows, row_length):
     """Find `rows` rows of a compressed weight, from `first_row` on, and their patches.
 
-    Most exponents of the weight are stored as 4-bit codes. A patch is an element whose exponent has
-    no code. The patch's position and value are in the lists of patches. A chunk is 8192 consecutive
-    elements of the weight. The first three results describe the position of the rows: the first
-    chunk, the number of chunks, and the position in the first chunk. The last two results are the
-    range of these chunks' patches in the lists.
+    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
+    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
+    three results describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. The last two results are the range of these chunks' patches in the
+    lists.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
