@@ -10,7 +10,7 @@ from ..errors import MemeffError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command `memeff explain` to its parser."""
     add = parser.add_argument
     add("model", help="config.json, a folder with one, or module:function")
     add("--batch", type=int, default=8, help="sequences per GPU")

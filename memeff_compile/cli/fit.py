@@ -10,7 +10,7 @@ from ..errors import MemeffError
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command `memeff fit` to its parser."""
     add = parser.add_argument
     add("model", help="config.json, a folder with one, or module:function")
     said = "a card such as rtx4090 or a100, whose memory and kernels are planned with"

@@ -15,7 +15,7 @@ _LABEL = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+    """Declare the arguments of the command `memeff options`."""
     parser.add_argument("name", nargs="?", help="of one, such as memeff.logits or logits")
     parser.add_argument("--page", action="store_true", help="print docs/options.md")
 

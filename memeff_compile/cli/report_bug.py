@@ -34,7 +34,7 @@ VARIABLES = ("TORCH", "PYTORCH", "MEMEFF", "TRITON", "CUDA")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
+    """Add the arguments of the command `memeff report-bug` to its parser."""
     said = "where the zip goes (default: memeff-report-DATE.zip here)"
     parser.add_argument("--output", type=Path, metavar="ZIP", help=said)
     said = "do not run the doctor, which compiles a toy model"

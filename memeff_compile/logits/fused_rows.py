@@ -331,9 +331,10 @@ class FusedRows:
         return replace(self, outer=self.outer * factor)
 
     def reshaped(self, rows: Sequence[int]) -> FusedRows:
-        """Return this gradient of rows of logits with other dimensions of rows.
+        """Return this gradient of logits, with all dimensions but the last reshaped to `rows`.
 
-        The sizes `rows` replace all dimensions except the last one, the vocabulary.
+        The last dimension is the vocabulary. The other dimensions are those of rows (tokens), such
+        as batch and sequence.
         """
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))

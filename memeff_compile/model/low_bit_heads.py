@@ -82,7 +82,8 @@ class Undo(VerbReport, AbstractContextManager["Undo"]):
         return f"{self.verb}: {self.what}"
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return JSON with a summary of the change, and the name of the function that made it."""
+        """Return JSON with the name of the function that changed the model, and a summary of the
+        change."""
         return json.dumps({"verb": self.verb, "summary": self.summary}, indent=indent)
 
     def __call__(self) -> None:

@@ -287,7 +287,8 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
     """Return a Decline (a reason against the rewrite) if the inserted scaled_dot_product_attention
     would not run as one fused kernel.
 
-    Return None if the original call does not build the attention weights."""
+    If the call in `match`, which the rewrite replaces, does not build the attention weights, always
+    return None."""
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = why_no_kernel(info, info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None

@@ -294,7 +294,8 @@ def _check_readers(
     that the rewrite removes.
 
     `covered` contains the nodes that the rewrite replaces. The rewrite removes, for example, the
-    logits. A read of the logits by another loss or by the graph's output causes no Decline.
+    logits. As an exception, a loss with class indices as targets or the graph's output may read the
+    logits. This rewrite then leaves the logits in the graph.
     """
     reader = HeadReader(info)
     tails = TailReader(info, reader)

@@ -149,8 +149,8 @@ _VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
-    """Return whether an op in the checkpoint body computes the value of `node` without saving it
-    for the backward pass.
+    """Return whether an op in the graph, the body of an activation checkpoint, computes the value
+    of `node` without saving it for the backward pass.
 
     Views may lie between the op and `node`, if no other node reads the op's result.
     """

@@ -158,7 +158,11 @@ class KeepActivations(GraphPass):
         return [node for product in match for node in product.nodes]
 
     def rewrite(self, info: GraphInfo, match: Products, editor: Editor) -> Done:
-        """Give the activation checkpoint a policy that makes it save the results in `match`."""
+        """Give the activation checkpoint a policy that saves results of attention and linear
+        layers.
+
+        `match` lists these results. Instead of a linear layer's result, `match` may list values
+        computed from the result, such as its rotary embedding."""
         editor.keep({node: _mark(product, node) for product in match for node in product.nodes})
         kept = sum(product.bytes for product in match)
         kinds = [product.kind for product in match]

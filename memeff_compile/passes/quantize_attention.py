@@ -111,7 +111,7 @@ class Place:
 
 @dataclass
 class Match:
-    """Attention calls that are all rewritten in the same way."""
+    """Attention calls that are all rewritten to memeff::quantized_attention in the same way."""
 
     sites: list[Site] = field(default_factory=list)
     sentence: str = ""
@@ -124,8 +124,10 @@ class QuantizeAttention(GraphPass):
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for each group of calls that are rewritten in the same way, then a
-        Decline for each call that cannot be rewritten."""
+        """Yield one match for each group of attention calls that are rewritten in the same way.
+
+        Then yield a Decline (the reason) for each attention call that cannot be rewritten. The
+        rewrite replaces an attention call by memeff::quantized_attention."""
         matches: dict[str, Match] = {}
         declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}

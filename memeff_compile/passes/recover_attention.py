@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass
 class Match:
-    """Attention calls that share one entry of the report.
+    """Attention calls that share one entry of the compilation report.
 
     The entry describes the rewrite of these calls, or gives the reason why the pass leaves them
     unchanged."""

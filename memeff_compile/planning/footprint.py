@@ -113,8 +113,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def vocabularies(captured: Capture) -> frozenset[int]:
-    """Return the vocabulary sizes of all losses in a capture, whether or not a pass rewrote
-    them."""
+    """Return the vocabulary sizes of all losses in a model's traced graphs, whether or not a pass
+    rewrote the losses."""
     seen = (r.sizes["V"] for g in captured.reports for r in g.records if "V" in r.sizes)
     return frozenset({*seen, *captured.classes})
 
@@ -184,7 +184,7 @@ def _expanded(parts: Parts) -> Parts:
 
 @dataclass
 class _Replay:
-    """Computes the memory during a step from the graphs of one capture.
+    """Computes the memory during a training step from the traced graphs of one model.
 
     The replay goes through the forward graphs, then through the backward graphs in reverse
     order."""

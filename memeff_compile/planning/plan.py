@@ -1,5 +1,6 @@
-"""Plans: the memory of a training step for one setting, as text, as plain values and as a
-figure."""
+"""Plans: the predicted memory of a model's training step, as text, as plain values and as a figure.
+
+A plan is for one batch size, length and `Setting` (such as the optimizer)."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ class _Fusion:
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
         """Return, for each node, the set (as bits of an integer) of earlier nodes on which the node
-        depends through a library call.
+        depends through a library op (an op of the kind "library", such as a matrix product).
         """
         line = self._line
         every: dict[Node, int] = {}

@@ -295,12 +295,12 @@ def _gradient_filter_check_kernel(
     chunks,
     C: tl.constexpr,
 ):
-    """Correct an earlier estimate (the base of a row) if it is far from the row's largest logit.
+    """Correct each row's (token's) estimated log-sum-exp or largest logit if it is too far off.
 
-    With the base, the gradient filters `mass` and `block` find the unlikely classes of a row
-    (token). For `mass`, the base estimates the row's log-sum-exp. For `block`, the base estimates
-    the row's largest logit. If the base is too far off, the kernel replaces the base by the row's
-    largest logit, and stores 1 in `again_ptr`.
+    The estimate is called the row's base. With the base, the gradient filters `mass` and `block`
+    find the row's unlikely classes. For `mass`, the base estimates the row's log-sum-exp. For
+    `block`, the base estimates the row's largest logit. If the base is too far from the row's
+    largest logit, the kernel replaces the base by this logit, and stores 1 in `again_ptr`.
     """
     rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < count_rows(kept_ptr, first_row, piece_rows, C)

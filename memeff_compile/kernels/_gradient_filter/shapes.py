@@ -67,10 +67,11 @@ class FilterShapes(NamedTuple):
         }
 
     def scoring(self) -> dict[str, Any]:
-        """Return the compile-time constants and launch options of the kernel that scores classes.
+        """Return the compile-time constants and launch options of the kernel that computes, for
+        each class, the sum or the maximum of its probabilities in a group of rows (tokens).
 
-        A class's score is the sum or the maximum of its probabilities in a group of rows (tokens).
-        The gradient filter drops classes with low scores.
+        The gradient filter leaves a class out of a loss's gradients if this number, the score, is
+        low.
         """
         return {
             **self._constants(self.columns, self.warps[0], self.stages[0]),

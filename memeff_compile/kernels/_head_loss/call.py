@@ -62,14 +62,14 @@ class Settings(NamedTuple):
 
     @property
     def keeps_ignored_rows(self) -> bool:
-        """Return whether the caller gets the log-sum-exp of ignored rows.
+        """Return whether the caller gets the log-sum-exp of rows whose target is `ignore_index`.
 
         This log-sum-exp can then have a gradient."""
         return self.with_lse or self.with_entropy
 
     @property
     def reads_ignored_rows(self) -> bool:
-        """Return whether the forward pass needs the logits of ignored rows."""
+        """Return whether the forward pass needs logits of rows whose target is `ignore_index`."""
         return self.keeps_ignored_rows or self.with_top
 
 

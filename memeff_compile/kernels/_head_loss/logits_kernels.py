@@ -3,9 +3,9 @@
 
 Two functions split the columns of a tile of products into halves or quarters. Code that processes
 one half or quarter at a time needs fewer registers. The kernels multiply logits by log2(e), so that
-they can use exp2: z2 = z * log2(e). The kernels process compact rows: ignored rows are left out.
-Kernels read the number of remaining rows from GPU memory (`kept_ptr`). The host never reads this
-number.
+they can use exp2: z2 = z * log2(e). The kernels process compact rows: rows (tokens) whose target is
+ignored are left out. Kernels read the number of remaining rows from GPU memory (`kept_ptr`). The
+host never reads this number.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def quarter_of(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def count_rows(kept_ptr, first_row, rows, C: tl.constexpr):
-    """Return how many rows of a tile are not ignored.
+    """Of `rows` rows (tokens) from `first_row` on, return how many are not ignored.
 
-    These rows come before the ignored rows.
+    A row is ignored if its target is `ignore_index`. Ignored rows come last. Without HAS_KEPT, no
+    row is left out, and the result is `rows`.
     """
     if C.HAS_KEPT:
         return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))

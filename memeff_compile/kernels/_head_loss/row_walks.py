@@ -81,7 +81,7 @@ class RowWalk(Differentiating):
         return self.described[key]
 
     def made(self) -> Gradients:
-        """Return the gradients that the op's caller requested.
+        """Return the gradients that the caller of the loss op requested.
 
         Call this method after the last block of rows."""
         sums = self.bias_sums

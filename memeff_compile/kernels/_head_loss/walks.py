@@ -32,7 +32,7 @@ class Walk(ABC):
 
     @abstractmethod
     def results(self) -> Any:
-        """Return the results that the op's caller requested.
+        """Return the results that the caller of the loss op requested.
 
         Call this method after the last block of rows or classes was computed."""
 

@@ -135,7 +135,8 @@ def table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: 
 
 @triton.jit
 def whole_pairs(other, reach, ours, theirs, HAS_IDS: tl.constexpr):
-    """Return which of the tiles `other` a program visits, and which of the tiles are complete.
+    """Return which of the tiles `other` a program visits, and which of the visited tiles are
+    complete (without hidden keys).
 
     A program combines its own tile of queries with visited tiles of keys, or the other way around.
     A visited tile is complete if every key of the two tiles is visible to every query. `other`

@@ -94,9 +94,10 @@ def _place_of(turn, rows, tiles, width):
 
 @gluon.jit
 def _bounds(tile, lengths, span, SIZES, IS_BOUND):
-    """Return the visited tiles, for masks that depend only on positions, as five numbers.
+    """Return five numbers that describe the tiles with which a program combines its own tile.
 
-    A program combines its own tile of queries or keys with the visited tiles. The five numbers are:
+    The own tile contains queries and the other tiles, called the visited tiles, contain keys, or
+    the other way around. The mask depends only on positions. The five numbers are:
 
     - the first visited tile, the first complete tile (without hidden keys), the end of the complete
       tiles;
@@ -139,11 +140,12 @@ def _sequence_of(
 ):
     """Return two pointers into the table that `ranges.find` made.
 
-    Each query and each key has a joint id, one number. The joint ids of a query and a key are equal
-    if neither the mask of keys nor the sequence ids hide the key. The first pointer points to a
-    sequence's part of the table. In the table for a kernel with tiles of queries, each query has
-    three numbers: its first and its last visible key, and its joint id. Each key has its joint id.
-    In the table for a kernel with tiles of keys, queries and keys change roles.
+    Each query and each key has a joint id, which combines the mask of keys and the sequence ids in
+    one number. The joint ids of a query and a key are equal if neither the mask of keys nor the
+    sequence ids hide the key. The first pointer points to a sequence's part of the table. In the
+    table for a kernel with tiles of queries, each query has three numbers: its first and its last
+    visible key, and its joint id. Each key has its joint id. In the table for a kernel with tiles
+    of keys, queries and keys change roles.
 
     The second pointer points to one flag for each sequence and key head. A flag tells whether keys
     or values that the mask of keys hides are nan or infinite. `others` is the number of the
@@ -197,8 +199,9 @@ def _conditions_of(ranges_ptr, sequences, at, place, keys, heads, C: gl.constexp
     """Return the numbers from which a kernel finds the keys that a tile of queries sees.
 
     The numbers come from the table that `ranges.find` made. Each query and each key has a joint id,
-    one number. The joint ids of a query and a key are equal if neither the mask of keys nor the
-    sequence ids hide the key. The first result describes the tile's queries by five items:
+    which combines the mask of keys and the sequence ids in one number. The joint ids of a query and
+    a key are equal if neither the mask of keys nor the sequence ids hide the key. The first result
+    describes the tile's queries by five items:
 
     - the queries' positions;
     - the first and the last visible key of each query;
@@ -402,9 +405,10 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 @gluon.jit
 def _joint_ids_at(other, told, MASKED: gl.constexpr):
-    """Return the joint ids, one number per position, of a visited tile of keys or queries.
+    """Return the joint ids of a visited tile of keys or queries.
 
-    A program combines its own tile of queries with visited tiles of keys, or the other way around.
+    A joint id is a number that combines the mask of keys and the sequence ids of a position. A
+    program combines its own tile of queries with visited tiles of keys, or the other way around.
     The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
     hide the key. `other` contains the positions of the visited tile. `told` contains a pointer to
     their joint ids.
@@ -438,10 +442,11 @@ def _hide(
     the queries: 0 if the own tile contains queries, otherwise 1. `ours` describes the positions of
     the own tile. `other` contains the positions of the visited tile.
 
-    With MASKED = GAPS, the kernel compares joint ids, one number per query or key. The joint ids of
-    a query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
-    `joint_ids` then contains the joint ids of the visited tile. `told` contains the bounds on
-    positions, the number of keys, and a pointer to joint ids.
+    With MASKED = GAPS, the kernel compares joint ids. A joint id combines the mask of keys and the
+    sequence ids in one number per query or key. The joint ids of a query and a key are equal if
+    neither the mask of keys nor the sequence ids hide the key. `joint_ids` then contains the joint
+    ids of the visited tile. `told` contains the bounds on positions, the number of keys, and a
+    pointer to joint ids.
     """
     span, keys, joint_ids_ptr, _, _ = told
     query, key = ours[0], other

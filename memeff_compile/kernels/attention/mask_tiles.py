@@ -63,8 +63,8 @@ class Dense(NamedTuple):
 def table_shape(mask: Tensor) -> tuple[Any, ...]:
     """Return the shape of a mask's codes: one byte per tile of `TILE` x `TILE` (64 x 64) elements.
 
-    A code is empty (every key is hidden), full (every key is visible and the mask adds 0) or
-    partial.
+    A tile's code says whether the tile hides keys. A code is empty (every key is hidden), full
+    (every key is visible and the mask adds 0) or partial.
 
     Example: (4, 1, 2, 1) for a mask of shape (4, 1, 100, 1).
     """
@@ -76,10 +76,11 @@ def classify(
     # bool, true where a key is visible, or floating, added to scores; any size may be 1
     mask: Tensor,
 ) -> Tensor:
-    """Return the code of each tile of a mask.
+    """Classify the tiles of a mask by their hidden keys.
 
-    A code is empty (every key is hidden), full (every key is visible and the mask adds 0) or
-    partial. The result is a uint8 tensor of shape (B or 1, H or 1, tiles, tiles).
+    The result is a code for each tile: empty (every key is hidden), full (every key is visible and
+    the mask adds 0) or partial (all other tiles). The codes are a uint8 tensor of shape (B or 1, H
+    or 1, tiles, tiles).
     """
     if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
         return _classify_plainly(mask)
@@ -87,10 +88,10 @@ def classify(
 
 
 def classify_in_kernel(mask: Tensor) -> Tensor:
-    """Return the code of each tile of a mask, computed by a Triton kernel.
+    """Classify the tiles of a mask by their hidden keys, in a Triton kernel.
 
-    A code is empty (every key is hidden), full (every key is visible and the mask adds 0) or
-    partial. `classify` returns the same codes.
+    The result is a code for each tile, as `classify` returns: empty (every key is hidden), full
+    (every key is visible and the mask adds 0) or partial (all other tiles).
     """
     from . import mask_tiles_kernels as kernels
 

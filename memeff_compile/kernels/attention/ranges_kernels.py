@@ -84,10 +84,10 @@ def _ends(found, start, stop):
 def _joint_ids_of(
     place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr
 ):
-    """Return an int32 number for each given query or key, its joint id.
+    """Return one int32 number, the joint id, for each given query or key.
 
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key.
+    A joint id combines the mask of keys and the sequence ids. The joint ids of a query and a key
+    are equal if neither the mask of keys nor the sequence ids hide the key.
     """
     is_inside = place < length
     joint_id = tl.zeros_like(place)

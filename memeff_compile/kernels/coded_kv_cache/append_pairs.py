@@ -68,14 +68,13 @@ def append_pair(
     in each layer's window. When the windows are full, the group of their oldest tokens is merged.
     If `lower_new` is None, `append_lower` has already written the lower layer's tokens.
 
-    Some tokens of the group stay unmerged, as three fields of `settings` say:
+    Some tokens of the group stay unmerged, as three fields of `settings` say. A token's distance is
+    the larger of two angles: between its keys in the two layers, and between its values. These
+    tokens stay unmerged:
 
     - the first `keep_first` tokens of each sequence;
-    - tokens whose distance between the two layers is beyond a threshold, while memory for unmerged
-      tokens is left. `gamma` determines the threshold. `reading` says whether larger or smaller
-      distances are beyond the threshold.
-
-    The distance is the larger of two angles: between a token's two keys, and between its values.
+    - tokens whose distance is above a threshold, or below it with `reading="similar"`, while memory
+      for unmerged tokens is left. `gamma` determines the threshold.
 
     No token is written if the caches would contain more than `limit` tokens. The same holds if the
     two layers would have different numbers of tokens. Attention then returns nan until the cache is

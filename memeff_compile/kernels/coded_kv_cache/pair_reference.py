@@ -227,9 +227,9 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
-    """Copy the keys and values of unmerged tokens to each layer's memory for such tokens.
+    """Copy to each layer's own memory the keys and values of tokens that two layers do not merge.
 
-    Keys and values of other tokens are merged across two layers. The function `keep` has chosen the
+    The two layers share merged keys and values of other tokens. The function `keep` has chosen the
     tokens that stay unmerged. This function copies from `rows`, which contains the keys and values
     of the lower layer, then those of the upper layer. The first token in each tensor of `rows` has
     the position `coded` in the cache.

@@ -4,24 +4,25 @@ program of the first kernel attends to a share of the cache. The second kernel c
 results.
 
 The cache stores the keys and values of most tokens as codes. Tokens are encoded in groups of
-consecutive tokens, and a step processes the codes of one or a few groups. Program i of n processes
-steps i, i + n, i + 2n and so on. After the codes, the program processes tiles of the latest tokens
-and of the first tokens, which are stored exactly. Of these tiles, too, each of the n programs
-processes every n-th. Scores have tokens as rows and query heads as columns, so that keys and values
-are the left operands of the matrix products. The kernel reads these left operands as bytes and
-unpacks them in registers. The smallest tile of a matrix product has eight columns, so eight query
-heads fill it. If the query heads fill at most half of a tile, two groups of tokens share the tile
-(HALVES). The first half of the columns has the queries for one group, the second half has the
-queries for the next group. A matrix product multiplies the codes of one group by all columns, and
-the kernel uses only this group's half of the result. At the end, each half of the columns is a
-partial result of its own. Codes are not decoded. The query is multiplied by the keys' scales, and
-the softmax weight by the values' scales. For each group of codes, the kernel sums the query times
-the keys' zero points over the channels, and adds this sum to the scores. The zero points of values
-are multiplied by the softmax weights. In registers, a program sums these products over its groups,
-separately for each place in a group. It sums the softmax weights in the same way. Only at the end
-does the program add up the sums of all places. So each step of the loop over groups has only two
-kinds of reductions across threads. One is the sum of the query times the keys' zero points, the
-other is the maximum of the scores. The sums run in a fixed order.
+consecutive tokens. The loop over the groups processes the codes of one or a few groups in each
+step. Program i of n processes steps i, i + n, i + 2n and so on. After the codes, the program
+processes tiles of the latest tokens and of the first tokens, which are stored exactly. Of these
+tiles, too, each of the n programs processes every n-th. Scores have tokens as rows and query heads
+as columns, so that keys and values are the left operands of the matrix products. The kernel reads
+these left operands as bytes and unpacks them in registers. The smallest tile of a matrix product
+has eight columns, so eight query heads fill it. If the query heads fill at most half of a tile, two
+groups of tokens share the tile (HALVES). The first half of the columns has the queries for one
+group, the second half has the queries for the next group. A matrix product multiplies the codes of
+one group by all columns, and the kernel uses only this group's half of the result. At the end, each
+half of the columns is a partial result of its own. Codes are not decoded. The query is multiplied
+by the keys' scales, and the softmax weight by the values' scales. For each group of codes, the
+kernel sums the query times the keys' zero points over the channels, and adds this sum to the
+scores. The zero points of values are multiplied by the softmax weights. In registers, a program
+sums these products over its groups, separately for each place in a group. It sums the softmax
+weights in the same way. Only at the end does the program add up the sums of all places. So each
+step of the loop over groups has only two kinds of reductions across threads. One is the sum of the
+query times the keys' zero points, the other is the maximum of the scores. The sums run in a fixed
+order.
 
 With PACKED, the kernel unpacks four bytes at a time with 32-bit instructions into numbers that are
 exact but very small. In bf16, an unpacked number is a code times a power of two, which can be as

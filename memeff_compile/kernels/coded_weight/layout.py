@@ -106,8 +106,10 @@ class Format:
 
     @property
     def family(self) -> str:
-        """Return the codec's name without mantissa bits and block size, such as "tier" or
-        "tier:fp32"."""
+        """Return the name of the codec (compressed format of a weight) without mantissa bits and
+        block size.
+
+        Examples are "tier", for bf16 weights, and "tier:fp32", for fp32 weights."""
         return self.codec if self.dtype == "bf16" else f"{self.codec}:{self.dtype}"
 
     def __str__(self) -> str:

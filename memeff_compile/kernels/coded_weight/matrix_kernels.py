@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Multiply several tokens (rows of x) by weights compressed with the codec win4, in Gluon.
 
-The codec win4 stores the exponent of a weight as a 4-bit code. A kernel decodes the codes to
-tensor-core operands in registers. A tensor core takes pairs of neighbours along K (the columns of
-the weight) as 32-bit words. Decoded weights already form such words, called pair words. Each thread
-loads only the codes of the weights that it passes to the tensor core. A load reads four 32-bit
-words, each with the codes of eight weights. So threads need not exchange data. The terms of a sum
-along K may have any order, as long as the weights and x have the same order.
+The codec (compressed format) win4 stores the exponent of a weight as a 4-bit code. A kernel decodes
+the codes to tensor-core operands in registers. A tensor core takes pairs of neighbours along K (the
+columns of the weight) as 32-bit words. Decoded weights already form such words, called pair words.
+Each thread loads only the codes of the weights that it passes to the tensor core. A load reads four
+32-bit words, each with the codes of eight weights. So threads need not exchange data. The terms of
+a sum along K may have any order, as long as the weights and x have the same order.
 
 In variable names, a row is a row of the weight matrix (one output), and a token is a row of x. A
 word is a 32-bit word with the codes of eight elements.
@@ -167,12 +167,13 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Return where some rows of the weight are stored, and the range of their patches in the lists
-    of patches.
+    """Find C.ROWS rows of a compressed weight, from `first_row` on, and their patches.
 
-    Patches are elements of the weight whose exponents have no code. A chunk is 8192 consecutive
-    elements of the weight. Three numbers describe the position of the rows: the first chunk, the
-    number of chunks, and the position in the first chunk.
+    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
+    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
+    three results describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. The last two results are the range of these chunks' patches in the
+    lists.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -186,8 +187,8 @@ def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
 
 @gluon.jit
 def own_patches(mma: gl.constexpr, C: gl.constexpr):
-    """Return the indices of the patches (elements whose exponents have no code) that each warp
-    loads at a time.
+    """Return the indices of the patches (elements whose exponents have no 4-bit code) that each
+    warp loads at a time.
 
     The result has the shape (WARPS, PATCHES).
     """
@@ -202,7 +203,7 @@ def own_patches(mma: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def some_patches(each, end, places_ptr, values_ptr):
-    """Load positions and values of patches (elements whose exponents have no code).
+    """Load positions and values of patches (elements whose exponents have no 4-bit code).
 
     Positions from index `end` on are -1.
     """
@@ -222,8 +223,8 @@ def patched(
     row_length,
     C: gl.constexpr,
 ):
-    """Add the products of x (the tokens) with patches (elements whose exponents have no code) of
-    the weight to `acc`.
+    """Add the products of x (one token per row) with patches (elements whose exponents have no
+    4-bit code) of the weight to `acc`.
 
     The patches are those in the program's rows of the weight. `found` contains the position of
     these rows and the range of their patches. The warps of a program share the work.
@@ -261,7 +262,7 @@ def patched(
 
 @gluon.jit
 def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, C: gl.constexpr):
-    """Return the row and column of each loaded patch (an element whose exponent has no code).
+    """Return the row and column of each loaded patch (an element whose exponent has no 4-bit code).
 
     Rows are counted from the first row of the tile, columns from the start of the weight's row. A
     patch before the tile gets row -1, as does an entry that is no patch. A patch after the tile
@@ -282,8 +283,8 @@ def _places_of(loaded, start, found, starts_ptr, row_length, mma: gl.constexpr, 
 
 @gluon.jit
 def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.constexpr):
-    """Load the numbers of x (the tokens) by which the kernel multiplies patches (elements whose
-    exponents have no code)."""
+    """Load the numbers of x (one token per row) by which the kernel multiplies patches (elements
+    whose exponents have no 4-bit code)."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     column = gl.convert_layout(column, gl.SliceLayout(2, right))
     at = x_ptr + token.to(gl.int64)[None, None, :] * row_length + column[:, :, None]
@@ -292,8 +293,11 @@ def _columns_of_patches(x_ptr, column, token, tokens_count, row_length, mma: gl.
 
 @gluon.jit
 def _add_patches(acc, its_row, weight, x, C: gl.constexpr):
-    """Add to `acc` the products of patches (elements whose exponents have no code) with their
-    columns of x (the tokens).
+    """Multiply patches (elements whose exponents have no 4-bit code) by columns of the product's
+    input, and add the products to `acc`.
+
+    The input has one token per row. A patch is multiplied by the input's column with the patch's
+    column index. `x` contains these columns.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, left)))
@@ -316,8 +320,8 @@ def _later_patches(
     C: gl.constexpr,
     ROUNDS: gl.constexpr,
 ):
-    """Add the products of x (the tokens) with patches (elements whose exponents have no code) to
-    `acc`, like `patched`.
+    """Add the products of x (one token per row) with patches (elements whose exponents have no
+    4-bit code) to `acc`, like `patched`.
 
     In each round of the loop, each warp multiplies PATCHES patches. In the tiles that
     `shapes.matrix_tile` chooses, PATCHES is 16 for this function, and 32 for `patched`. This
@@ -344,10 +348,10 @@ def _later_patches(
 
 @gluon.jit
 def load_codes(at, group, is_row, IS_EVEN: gl.constexpr, C: gl.constexpr):
-    """Load one group of 256 weights for each warp and row: exponent codes, fields, normalisers.
+    """Load exponent codes, signs, mantissas and scales of 256 weights for each warp and row.
 
-    The fields contain the weights' sign and mantissa bits. A normaliser is the scale of C.BLOCK
-    weights, so a group may have several normalisers. Lossless weights have none.
+    The sign and the mantissa of a weight take C.FIELD bits. A scale (normaliser) belongs to C.BLOCK
+    weights, so 256 weights may have several scales. Lossless weights have no scales.
     """
     codes_at, signs_at, norms_ptr, its_group = at
     pitch: gl.constexpr = 64 if C.FIELD == 8 else 32
@@ -387,11 +391,11 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, loaded, fields, x_0, x_1, place, HALF: gl.constexpr, C: gl.constexpr):
-    """Multiply half of a group of 256 weights by their columns of x (the tokens), and add the
-    products to `acc`.
+    """Multiply half of a group of 256 weights by columns of x, and add the products to `acc`.
 
-    Each thread has four pairs of weights of the group. Two of these pairs are multiplied: the first
-    by `x_0`, the second by `x_1`.
+    x is the input of the product, with one token per row. A weight is multiplied by the column of x
+    with the weight's column index. Each thread has four pairs of weights of the group. Two of these
+    pairs are multiplied: the first by `x_0`, the second by `x_1`.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 8)
     power, zeros, lane = place
@@ -642,14 +646,14 @@ def _fetch_codes(descs, code_bars, slots, place, half, row, wanted, C: gl.conste
 
 @gluon.jit
 def _fetch_x(x_desc, bars, slots, place, token, step, wanted):
-    """Start copying the columns of x (the tokens) for one pipeline step to shared memory."""
+    """Start copying the columns of x (one token per row) for one pipeline step to shared memory."""
     bar, slot = bars.index(place), slots.index(place)
     load_tile(x_desc, [token, step * 64], bar, slot, pred=wanted)
 
 
 @gluon.jit
 def _load_patches(begin, end, places_ptr, values_ptr, C: gl.constexpr):
-    """Load `NOTED` patches (elements whose exponents have no code), from index `begin` on.
+    """Load `NOTED` patches (elements whose exponents have no 4-bit code), from index `begin` on.
 
     Patches are loaded before they are needed, so that later pipeline steps do not wait for memory.
     The position of an entry after the last patch is -1.
@@ -673,7 +677,7 @@ def _note_patches(
 ):
     """Store the rows, columns and values of the loaded patches in shared memory.
 
-    A patch is an element of the weight whose exponent has no code.
+    A patch is an element of the weight whose exponent has no 4-bit code.
     """
     rows_note, columns_note, values_note = notes
     chunk, chunks, inside, _, _ = found
@@ -696,9 +700,9 @@ def _note_patches(
 def _noted(notes, batch, layout: gl.constexpr):
     """Return 64 numbers of `notes`, from index 64 * `batch` on.
 
-    A patch is an element of the weight whose exponent has no code. `_note_patches` has written
-    three tensors in shared memory: the rows, the columns and the values of patches. `notes` is one
-    of these tensors.
+    A patch is an element of the weight whose exponent has no 4-bit code. `_note_patches` has
+    written three tensors in shared memory: the rows, the columns and the values of patches. `notes`
+    is one of these tensors.
     """
     several: gl.constexpr = [notes.shape[0] // 64, 64]
     return seen_as(notes, notes.dtype, several, notes.layout).index(batch).load(layout)
@@ -706,10 +710,10 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying the columns of x (the tokens) that belong to 64 patches to shared memory.
+    """Start copying columns of x, for 64 elements of the weight (patches), to shared memory.
 
-    A patch is an element of the weight whose exponent has no code. The kernel multiplies a patch by
-    its column of x.
+    x has one token per row. A patch is an element of the weight whose exponent has no 4-bit code.
+    The kernel multiplies a patch by the column of x with the patch's column index.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
@@ -756,8 +760,8 @@ def _coded_weight_matrix_win4_wide_kernel(
 
     Asynchronous copies bring codes and x to shared memory, several steps of 64 columns ahead of the
     products. While the tensor cores multiply one step, the operand of the next step is decoded. The
-    kernel multiplies the patches (elements whose exponents have no code) last. One step multiplies
-    64 patches by the columns of x that belong to them.
+    kernel multiplies the patches (elements whose exponents have no 4-bit code) last. One step
+    multiplies 64 patches by the columns of x with the patches' column indices.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

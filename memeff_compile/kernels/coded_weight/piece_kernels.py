@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels for compressed weights whose coded tensors lie in one allocation per weight. One launch
 applies the optimizer step to several weights and encodes them again. A second launch writes their
-patches (elements whose exponents have no code).
+patches (elements whose exponents have no 4-bit code).
 
 The compressed format (codec) is `win4`, which stores exponents as 4-bit codes without loss. For a
 small weight, launching a kernel takes longer on the CPU than decoding takes on the GPU. The
@@ -146,7 +146,7 @@ def _coded_weight_piece_lists_kernel(
     C: tl.constexpr,
     # LISTING: programs of a weight, at most PROGRAMS, and those before it
 ):
-    """Write the lists of patches (elements whose exponents have no code) of several weights.
+    """Write the lists of patches (elements whose exponents have no 4-bit code) of several weights.
 
     Several programs write the lists of one weight: each program writes the patches of its own range
     of chunks. A chunk is a block of 8192 elements.

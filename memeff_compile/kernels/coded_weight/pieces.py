@@ -1,8 +1,8 @@
 """The optimizer step on compressed weights, for several weights in one launch.
 
 The codec is `win4`, which compresses bf16 weights without loss, with 4-bit codes for exponents. All
-tensors that encode a weight (codes, signs and mantissas, elements whose exponents have no code) lie
-in one allocation.
+tensors that encode a weight (codes, signs and mantissas, elements whose exponents have no 4-bit
+code) lie in one allocation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parts_of(piece: Tensor, count: int) -> list[Tensor]:
     `piece`.
 
     The tensors contain the weight's exponent codes, its signs and mantissas, and its patches
-    (elements whose exponents have no code).
+    (elements whose exponents have no 4-bit code).
     """
     found = []
     for place, (start, length) in enumerate(piece_places(count, piece.numel())):
@@ -74,7 +74,8 @@ class _Launch(NamedTuple):
 class _Plan(NamedTuple):
     """The kernel launches that update and encode several weights of given sizes.
 
-    The launches also write the weights' lists of patches (elements whose exponents have no code).
+    The launches also write the weights' lists of patches (elements whose exponents have no 4-bit
+    code).
     """
 
     chunks: int
@@ -172,21 +173,21 @@ def _decoding(words: int, *shape: int) -> _Decoding:
 
 
 class Outcomes:
-    """The result of encoding several weights: whether each weight's patches fitted into its
-    allocation.
+    """The result of encoding several weights: whether each weight fitted into its allocation.
 
-    Patches are elements whose exponents have no code. The CPU knows the result only after the GPU
-    has run the kernels.
+    Patches are elements of a weight whose exponents have no 4-bit code. A weight fits if its
+    allocation has space for its patches. The CPU knows the result only after the GPU has run the
+    kernels.
     """
 
     def __init__(self, refuge: Tensor, rooms: Sequence[int], counts: Sequence[int]) -> None:
         """Record a CUDA event on the current stream, so that `misfits` can wait for the GPU.
 
-        Patches are elements of a weight whose exponents have no code. The spill buffer `refuge` is
-        memory for weights whose new codes do not fit. GPU kernels also write each weight's number
-        of patches to the buffer's header. Later, `misfits` reads these numbers. `rooms` contains
-        how many patches fit into each weight's allocation. `counts` contains each weight's number
-        of elements.
+        Patches are elements of a weight whose exponents have no 4-bit code. The spill buffer
+        `refuge` is memory for weights whose new codes do not fit. GPU kernels also write each
+        weight's number of patches to the buffer's header. Later, `misfits` reads these numbers.
+        `rooms` contains how many patches fit into each weight's allocation. `counts` contains each
+        weight's number of elements.
         """
         self._refuge, self._rooms, self._counts = refuge, rooms, counts
         self._event = torch.cuda.Event() if torch.cuda.is_available() else None
@@ -197,8 +198,8 @@ class Outcomes:
         """Return the indices and the bit patterns of the weights that did not fit into their
         allocations.
 
-        Patches are elements whose exponents have no code. A weight does not fit if it has more
-        patches than its allocation has space for. The function waits for the GPU.
+        Patches are elements whose exponents have no 4-bit code. A weight does not fit if it has
+        more patches than its allocation has space for. The function waits for the GPU.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -221,7 +222,7 @@ def move(pieces: Sequence[Tensor], gradients: Sequence[Tensor], by: Step) -> Ten
     gradient is padded to a multiple of 16,384 elements (`padded`). The updated weights equal, bit
     for bit, those that `codecs.step` and then `encode_soon` give. The contents of `pieces` are
     invalid until `list_patches` has written the lists of patches (elements whose exponents have no
-    code).
+    4-bit code).
 
     Return, for each chunk (8192 elements), the number of its patches, and bits that mark its groups
     with patches. Pass this result to `list_patches`. If memory runs out, this function raises an
@@ -244,9 +245,9 @@ def list_patches(
 ) -> Outcomes:
     """Write the lists of patches of all weights that `move` updated, in one launch.
 
-    Patches are elements of a weight whose exponents have no code. The lists contain the patches'
-    positions and values. If the codes of a weight do not fit into its allocation, the weight's
-    value is in the spill buffer (`refuge`). The allocation is then invalid.
+    Patches are elements of a weight whose exponents have no 4-bit code. The lists contain the
+    patches' positions and values. If the codes of a weight do not fit into its allocation, the
+    weight's value is in the spill buffer (`refuge`). The allocation is then invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

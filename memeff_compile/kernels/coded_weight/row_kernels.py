@@ -35,12 +35,13 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Return where some rows of the weight are stored, and the range of their patches in the lists
-    of patches.
+    """Find `rows` rows of a compressed weight, from `first_row` on, and their patches.
 
-    Patches are elements of the weight whose exponents have no code. A chunk is 8192 consecutive
-    elements of the weight. Three numbers describe the position of the rows: the first chunk, the
-    number of chunks, and the position in the first chunk.
+    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
+    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
+    three results describe the position of the rows: the first chunk, the number of chunks, and the
+    position in the first chunk. The last two results are the range of these chunks' patches in the
+    lists.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -53,7 +54,7 @@ def chunks_of(weight, first_row, rows, row_length):
 
 @triton.jit
 def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
-    """Load some patches: single elements of the weight whose exponents have no code.
+    """Load some patches: single elements of the weight whose exponents have no 4-bit code.
 
     Patches from index `end` on get the position -1.
     """
@@ -64,7 +65,7 @@ def _load_patches(weight, begin, end, PATCHES: tl.constexpr):
 
 @triton.jit
 def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
-    """Return the row and column of each patch (an element whose exponent has no code).
+    """Return the row and column of each patch (an element whose exponent has no 4-bit code).
 
     Rows are counted from the program's first row, columns from the start of the weight's row. A
     patch before the program's first row gets row -1.
@@ -119,8 +120,8 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
     """Add the products of x (the token) with some patches to `total`, the outputs of some rows.
 
-    A patch is an element of the weight whose exponent has no code. Each patch is multiplied by the
-    number of x in the same column. The product is added to the output of the patch's row.
+    A patch is an element of the weight whose exponent has no 4-bit code. Each patch is multiplied
+    by the number of x in the same column. The product is added to the output of the patch's row.
     """
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded
@@ -150,7 +151,7 @@ def _finish_rows(
     C: tl.constexpr,
 ):
     """Add the bias, and the products of x (the token) with the patches (elements whose exponents
-    have no code), to the outputs of some rows. Store these outputs."""
+    have no 4-bit code), to the outputs of some rows. Store these outputs."""
     ROWS: tl.constexpr = TILE[2]
     CHUNKS: tl.constexpr = TILE[5]
     _, _, _, begin, end = found

@@ -120,9 +120,10 @@ class UnsettledTogether:
     gradients, and encodes these values. All tensors that encode a weight lie in one allocation. The
     class `Unsettled` is for a single weight.
 
-    All code must call `settle` before it reads one of the weights. All gradients were added while
-    the same CUDA stream was current. The kernels that `encode` launches run on that stream, even if
-    its caller uses another stream.
+    The method `settle` waits until the weights contain their new values. All code must call this
+    method before it reads one of the weights. All gradients were added while the same CUDA stream
+    was current. The kernels that `encode` launches run on that stream, even if its caller uses
+    another stream.
     """
 
     is_settled = False

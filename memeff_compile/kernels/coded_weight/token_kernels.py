@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Multiply one token (row of x) by weights compressed with a lossy mode of win4, in Gluon.
+"""Multiply one token (row of x) by lossily compressed weights, in Gluon.
 
-The codec win4 stores the exponent of a weight as a 4-bit code. A lossy mode stores at most 3 of the
-weight's 7 mantissa bits. The kernel decodes the codes to fp16 numbers.
+The codec (compressed format) win4 stores the exponent of a weight as a 4-bit code. A lossy mode of
+win4 stores at most 3 of the weight's 7 mantissa bits. The kernel decodes the codes to fp16 numbers.
 
 For lossy weights, the decoding instructions take longer than reading the codes. A weight with a
 4-bit exponent code and at most 3 mantissa bits is an fp16 number. So one instruction assembles the
@@ -260,9 +260,9 @@ def token_tile(program, x_ptr, weight, groups, TILE: gl.constexpr, C: gl.constex
 def _coded_weight_token_win4_kernel(x_ptr, weight, groups, C: gl.constexpr):
     """Multiply one token (row of x) by one lossily compressed weight matrix.
 
-    The codec win4 stores the exponent of a weight as a 4-bit code. The matrix is compressed with a
-    lossy mode of win4, which stores at most 3 of a weight's 7 mantissa bits. `groups` is the number
-    of groups of 256 weights in a row. `C` contains compile-time constants.
+    The codec (compressed format) win4 stores the exponent of a weight as a 4-bit code. The matrix
+    is compressed with a lossy mode of win4, which stores at most 3 of a weight's 7 mantissa bits.
+    `groups` is the number of groups of 256 weights in a row. `C` contains compile-time constants.
     """
     token_tile(gl.program_id(0), x_ptr, weight, groups, C.TILE, C)
 

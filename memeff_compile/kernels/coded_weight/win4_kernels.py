@@ -169,7 +169,7 @@ def _coded_pair(pair, base, PAIR: tl.constexpr):
 
     The codes are already at their positions in a word, which contains the codes of four pairs. PAIR
     is the number of the pair. Also return the number of patches (elements whose exponents have no
-    code) in the pair.
+    4-bit code) in the pair.
     """
     low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
     high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
@@ -190,7 +190,7 @@ def encode_chunk(
     # STEP: the parts hold the weight before a step along the gradient
 ):
     """Write the exponent codes, signs and mantissas of one chunk (8192 weights). Also write the
-    number of the chunk's patches (elements whose exponents have no code), and which groups of
+    number of the chunk's patches (elements whose exponents have no 4-bit code), and which groups of
     weights have patches.
 
     With an optimizer step, each weight is decoded, updated and encoded in registers. The kernel
@@ -277,7 +277,7 @@ def list_chunks(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write the patches (elements whose exponents have no code) of some chunks of a weight in
+    """Write the patches (elements whose exponents have no 4-bit code) of some chunks of a weight in
     order, and the index at which each chunk's patches start.
 
     A chunk has 8192 elements. The kernel drops patches that do not fit into their lists. If patches
@@ -341,8 +341,8 @@ def _coded_weight_win4_lists_kernel(
     BLOCK: tl.constexpr,
     REFUGE: tl.constexpr,
 ):
-    """Write a weight's patches (elements whose exponents have no code) to two lists, of places and
-    of values.
+    """Write a weight's patches (elements whose exponents have no 4-bit code) to two lists, of
+    places and of values.
 
     A chunk is 8192 consecutive elements of the weight. For each chunk, the kernel also writes the
     index of its first patch in the lists. Each program calls `list_chunks` for some of the chunks.
@@ -409,7 +409,7 @@ def _coded_weight_win4_order_kernel(
     stride,
     TOKENS: tl.constexpr,
 ):
-    """Write one group of 256 columns of x (the tokens) twice: in the order that the kernel
+    """Write one group of 256 columns of x (one token per row) twice: in the order that the kernel
     `_coded_weight_matrix_win4_wide_kernel` reads, and transposed.
     """
     group = tl.program_id(0)

@@ -77,8 +77,10 @@ def parts_of(table: Any) -> tuple[int, int]:
 
 
 class _OverRanks(torch.autograd.Function):
-    """An autograd function like DTensor.from_local, but with a correct second derivative: the
-    second derivative of PyTorch's function ignores the rows of other ranks.
+    """An autograd function like DTensor.from_local, but with a correct second derivative.
+
+    The second derivative of PyTorch's function ignores the rows that other ranks looked up in the
+    embedding table.
     """
 
     @staticmethod

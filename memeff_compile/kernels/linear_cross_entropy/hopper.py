@@ -23,8 +23,9 @@ written.
 Usually, a scalar loss and its gradients are computed together, with three matrix products for each
 block of rows. The backward pass then computes no logits. The first product writes a matrix X, which
 contains the softmax probabilities up to one factor per row. X is in 16 bits and takes 2RV bytes for
-R rows and V classes. The same product computes the rows' statistics in fp32. From a row's
-log-sum-exp, the kernels later compute the row's factor. The products that compute dE and dC
+R rows and V classes. For each tile of logits, the same product computes each row's largest logit
+and sum of exponentials, in fp32. Later kernels add up each row's sums over all tiles. With the
+total sum, these kernels compute the row's loss and factor. The products that compute dE and dC
 multiply X by operands that contain this factor. X contains exponentials of the logits minus a
 number per row, usually the logit of the row's target. If a row's largest logit is far from this
 number, that logit replaces the number. All logits of the block of rows are then computed again.

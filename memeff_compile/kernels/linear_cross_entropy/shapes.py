@@ -176,7 +176,7 @@ def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
 
 
 def _block_seconds(width: int, depth: int, processors: int) -> float:
-    """Estimate a part of the backward pass's time for a block of classes, in seconds per row.
+    """Estimate a part of the backward pass's time for a block of classes, in seconds per token.
 
     The estimate covers the two steps whose time per class depends on the block's width. One step is
     the product for the weight's gradient, in tiles of 128 x 256. The other step reads and writes

@@ -2,8 +2,9 @@
 their merging.
 
 Rank r of P ranks has the rows W_r of the weight that `torch.chunk` assigns to it. Below, h is the
-hidden states, and y the targets. For a loss per row, one op computes the statistics of the rank's
-classes, k numbers per row. All ranks then gather these statistics. Another op then merges the
+hidden states, and y the targets. For a loss per token (row of h), one op computes statistics over
+the rank's classes, k numbers per token. These numbers are the log-sum-exp, the loss, and optional
+results such as the entropy. All ranks then gather these statistics. Another op then merges the
 statistics of all ranks into the results of `linear_cross_entropy` for all classes:
 
     stats = linear_cross_entropy_shard(h, W_r, None, y, None, None, rank=r, ranks=P, classes=V, ...)
@@ -142,7 +143,7 @@ class Part(NamedTuple):
 
 
 def statistics(part: Part, counts: Tensor | None) -> Tensor:
-    """Return the statistics of this rank's classes, (k, ...) with k numbers per row.
+    """Return the statistics of this rank's classes, (k, ...) with k numbers per row (token).
 
     The numbers are the log-sum-exp, the loss, and the optional statistics that the call requests.
     If another rank has a row's target, the row's loss is 0 here. `merge` merges the ranks'

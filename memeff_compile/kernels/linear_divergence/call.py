@@ -50,12 +50,12 @@ class Coefficients(NamedTuple):
         return self.has_mixture or self.p_log_p != 0 or self.p_log_q != 0
 
     def settled(self) -> Coefficients:
-        """Return coefficients of the same divergence, without the mixture m where possible.
+        """Return factors of the same divergence, without the softmaxes' mixture where possible.
 
         The student's softmax is p, and the teacher's is q. Their mixture m is share * q + (1 -
-        share) * p. Coefficients are factors of sums over the classes, such as the sum of q log m.
-        If m equals p, the factors of sums with log m are added to those of sums with log p. If m
-        equals q, these factors are added to those of sums with log q.
+        share) * p. The factors (coefficients) belong to sums over the classes, such as the sum of q
+        log m. If m equals p, the factors of sums with log m are added to those of sums with log p.
+        If m equals q, these factors are added to those of sums with log q.
         """
         a1, a2, a3, a4, a5, a6, share = self
         if share == 0:  # m is p
@@ -316,5 +316,5 @@ def kept_bytes(itemsize: int) -> int:
 
 
 def strip_bytes(rows: int, vocab: int) -> int:
-    """Return the bytes of one strip of products (the fp32 products for a range of classes)."""
+    """Return the bytes of a strip (fp32 products of hidden states and weight for some classes)."""
     return 4 * rows * min(STRIP, vocab)

@@ -145,12 +145,13 @@ class _Walk(ABC):
 
     @abstractmethod
     def block(self, slot: int, here: slice) -> None:
-        """Compute the logits and the results of one block of rows (tokens), those in `here`.
+        """Compute the logits of the rows (tokens) in `here`, and the op's results for these rows.
 
-        The class `_Divergence` computes one divergence per row. The class `_Classes` computes
-        log-probabilities or logits of the k classes that the caller chose for each row. The
-        student's logits are stored in the buffer number `slot`. If gradients are requested, the
-        gradient of the student's logits overwrites the logits there.
+        The results of the class `_Divergence` are one divergence per row, stored in `self.rows`.
+        The results of the class `_Classes` are stored in `self.found`. They are log-probabilities
+        or logits of the k classes that the caller chose for each row. The student's logits are
+        stored in the buffer number `slot`. If gradients are requested, the gradient of the
+        student's logits overwrites the logits there.
         """
 
     def student(self, slot: int, here: slice) -> Tensor:

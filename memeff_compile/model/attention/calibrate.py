@@ -70,10 +70,11 @@ class Calibration(VerbReport, dict[str, Any]):
     - `levels` maps each attention module to a level, or to a list with a level per call;
     - `scores` contains statistics per attention, level and call: the mean and standard deviation
       of the score over inputs, and the worst score;
-    - `min_score` is the lowest acceptable score, unless you passed `share`;
-    - `share` exists instead of `min_score` if you passed `share`. `calibrate_attention` then
-      chooses between two levels: by default the first is `4b`, and the second, more precise one is
-      `8b`. `share` is the fraction of all calls that get the second level;
+    - `share` is the argument `share` of `calibrate_attention`: the fraction of all calls that get
+      the second of two levels. By default, the first level is `4b`, and the second, more precise
+      one is `8b`;
+    - `min_score` exists instead of `share` if you did not pass `share`. `min_score` is the lowest
+      acceptable score;
     - `by` exists together with `share`. `by` names the measure that chose the calls for the second
       level: the change of the model's output ("output") or the score ("attention");
     - `changes` exists if `by` is "output". For each attention call, `changes` contains a number
@@ -126,9 +127,9 @@ class Calibration(VerbReport, dict[str, Any]):
     def to_json(self, *, indent: int | None = None) -> str:
         """Return, as JSON, the low-bit format or `exact` that was chosen for each attention module.
 
-        The JSON also has statistics of scores, for each low-bit format that was tried. A score is
-        the similarity of the attention's result in this format to the exact result. This object is
-        a dictionary, and the JSON has all of its keys. The option `memeff.attention` accepts this
+        A score is the similarity of the attention's result in a low-bit format to the exact result.
+        The JSON also has statistics of scores, for each format that was tried. This object is a
+        dictionary, and the JSON has all of its keys. The option `memeff.attention` accepts this
         JSON too.
         """
         return json.dumps(self, indent=indent)
@@ -300,9 +301,9 @@ class _Run:
             return main_output(self.run(self.model, self.given))
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
-        """Score each attention call at each of `levels` (low-bit formats).
+        """Measure the similarity of attention calls' results at each of `levels` to exact results.
 
-        A score is the similarity of the call's result to the exact result. Add the scores to
+        `levels` contains low-bit formats. The similarity is called the score. Add the scores to
         `found`. For each attention, level and call of the attention, `found` has a list with one
         score per input. Return, for each scored call, the attention's name and the call's index
         among the calls of this attention. The name begins with the path of the attention's module.

@@ -423,12 +423,12 @@ class _Gathered:
         self.products: dict[_Layers, Tensor] = {}
 
     def other(self, which: _Other, exact: _Run, found: _Run, size: int) -> None:
-        """Record the measurements of another cache, for comparison with the measured cache.
+        """Record the measurements of another KV cache, for comparison with the measured cache.
 
-        `which` contains the settings of the other cache, an entry of the report's list `codes`.
-        `found` is the model's run with the other cache, and `exact` the run with an exact cache.
-        The measurements are the other cache's bytes, `size`, and a KL divergence: of the next-token
-        probabilities in `found` from those in `exact`."""
+        `which` contains the settings of the other cache. A fidelity report describes such other
+        caches in its list `codes`. `found` is the model's run with the other cache, and `exact` the
+        run with an exact cache. The measurements are the other cache's bytes, `size`, and a KL
+        divergence: of the next-token probabilities in `found` from those in `exact`."""
         wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
         self._add((wanted.exp() * (wanted - got)).sum(-1), "kl", which)
         self.others[which] += size

@@ -28,9 +28,9 @@ class TernaryStages:
 
     In the first stage, which is most of the training, linear layers quantise their inputs to 8
     bits. In the second stage, the layers follow the recipe `second`, by default "a4.8". A recipe
-    says how each linear layer quantises its inputs, as in `ternarize_`. The optimizer state remains
-    valid, because the parameters remain the same objects. The switch to the second stage changes an
-    attribute of each linear layer, so a compiled model is compiled once more.
+    says how each linear layer quantises its inputs, as in `ternarize_`. The switch to the second
+    stage changes an attribute of each linear layer, so a compiled model is compiled once more. The
+    parameters remain the same objects, so the optimizer state stays valid after the switch.
 
     Args:
         model: A model that `ternarize_` can change, or has already changed.

@@ -2,9 +2,10 @@
 
 A compressed weight consists of several coded tensors; the file stores each of them as a plain
 tensor with the name `<weight's name>.<part>`. All other tensors of the model are stored unchanged.
-The file's metadata contains, in one string, the format version, and the codec, shape and checksum
-of each weight. The file also contains small buffers that a state dict omits, such as rotary angles.
-When a model on the meta device is loaded, these buffers get their values from the file.
+The file's metadata contains, in one string, the format version, and the codec (compressed format),
+shape and checksum of each weight. The file also contains small buffers that a state dict omits,
+such as rotary angles. When a model on the meta device is loaded, these buffers get their values
+from the file.
 """
 
 from __future__ import annotations

@@ -274,9 +274,9 @@ def _index_of(shape: Sequence[Size]) -> list[Linear]:
 
 
 class _Operands:
-    """The arguments of one ATen call, as sizes, plain Python objects or `Value` objects.
+    """The arguments of one ATen call: sizes, plain Python objects, and descriptions of tensors.
 
-    A `Value` describes a tensor by its shape and the formula of its elements."""
+    A `Value` object describes a tensor by its shape and the formula of its elements."""
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous

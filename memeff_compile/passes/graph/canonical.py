@@ -427,8 +427,10 @@ def _quotient(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
-    """Return a function that represents `F.log_softmax(x, dim, _stacklevel, dtype)`, or the tensor
-    method of the same name, as the ATen op.
+    """Return a function that represents a call of log_softmax or softmax as the ATen op `packet`.
+
+    The call is, for example, `F.log_softmax(x, dim, _stacklevel, dtype)`, or the tensor method of
+    the same name.
     """
 
     def reader(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:

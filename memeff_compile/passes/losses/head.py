@@ -200,8 +200,8 @@ class Chain:
     def is_of(self, other: Chain) -> bool:
         """Return whether the logits of `other` contain all rows (tokens) of this chain's logits.
 
-        A chain is an output projection with the steps (nodes) after it. The two chains must have
-        the same output projection."""
+        A chain is an output projection with the steps (nodes) after it. The caller passes only
+        chains with the same output projection."""
         effects = tuple(step.effect for step in self.row_steps)
         return effects[: len(other.row_key)] == other.row_key
 
