@@ -18,7 +18,8 @@ from .walks import Differentiating
 
 
 class RowWalk(Differentiating):
-    """A loop over blocks of rows that adds up the gradients of all blocks."""
+    """A loop over blocks of rows (tokens) that adds up the blocks' contributions to the gradients
+    of hidden states, weight and bias."""
 
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], shapes: Tiles

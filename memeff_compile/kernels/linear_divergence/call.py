@@ -251,10 +251,7 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the number of rows (tokens) of all slots together.
-
-        A slot is a buffer for one block of rows of logits or of their gradients.
-        """
+        """Return how many rows (tokens) all slots, the buffers of logits and gradients, contain."""
         return self.rows * (self.blocks + self.others)
 
 
