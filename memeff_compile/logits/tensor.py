@@ -603,12 +603,12 @@ def _function(
 
 
 def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSource]:
-    """Return a `LogitsSource` for each tensor of deferred logits that needs a gradient.
+    """Return the `LogitsSource` of each tensor of deferred logits that needs a gradient.
 
-    Deferred logits are computed on first use. The function finds them in the arguments of a call,
-    `args` and `kwargs`. A `LogitsSource` contains the hidden states and the output projection from
-    which logits are computed. For each returned source, also clear the field `read_by`. This field
-    names the op that last read the source's logits.
+    Deferred logits are computed when first read. The function finds them in the arguments of a
+    call, `args` and `kwargs`. A `LogitsSource` contains the hidden states and the output projection
+    from which logits are computed. For each returned source, also clear the field `read_by`. This
+    field names the op that last read the source's logits.
     """
     if not torch.is_grad_enabled():
         return []

@@ -521,7 +521,7 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return the loop over blocks of tokens or classes that computes the loss's gradients.
+        """Return one or two loops over blocks of tokens or classes, for the loss's gradients.
 
         The gradient filter drops unlikely classes from the hidden states' gradient, from the
         weight's gradient, or from both gradients.

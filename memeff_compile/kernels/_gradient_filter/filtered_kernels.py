@@ -152,9 +152,10 @@ def _gradient_filter_estimate_kernel(
 def _level(index, highest, C: tl.constexpr):
     """Return levels: thresholds for the sum or the maximum of a class's probabilities.
 
-    The sum or the maximum, over a group of rows (tokens), is the class's score. The gradient filter
-    drops a class from the loss's gradients if the class's score is below a level. `index` selects
-    levels. The last level is higher than the score of every class, so this level drops all classes.
+    The sum or the maximum, over a group of rows (tokens), is the class's score. For each group, the
+    gradient filter chooses one level, and drops classes with a lower score from the loss's
+    gradients. `index` selects levels. The last level is higher than the score of every class, so
+    this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))

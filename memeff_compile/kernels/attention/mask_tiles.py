@@ -150,8 +150,9 @@ def dense_of(
     """Return a mask as kernel arguments, with a list of tiles for each program of the kernel.
 
     A program combines its own tile of queries with several tiles of keys, or the other way around.
-    A program's list contains the indices of these several tiles. The list leaves out a tile if the
-    mask hides every key in the pair of this tile and the program's own tile.
+    A program's list contains the indices of these several tiles. The mask has one code per block of
+    64 x 64 elements. A pair of the own tile and another tile overlaps one or more of these blocks.
+    The list leaves out the other tile if all these blocks are empty (every key is hidden).
     """
     from . import mask_tiles_kernels as kernels
 

@@ -50,7 +50,7 @@ def _raw(product, inner, C: tl.constexpr):
     """Return raw scores of queries and keys, computed from their products.
 
     If the mask is a bias, a raw score is the product times `inner`, the scale of attention scores.
-    Without a bias or a softcap, a raw score is the product times the sign of this scale.
+    With neither a bias nor a softcap, a raw score is the product times the sign of this scale.
 
     No call has both a bias and a softcap. With a softcap, `inner` is the scale's absolute value
     divided by the softcap. A raw score is then the tanh of product * sign * `inner`, with an error

@@ -157,14 +157,14 @@ class Outcome:
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start a kernel that copies a weight's new value to `refuge` if its tensors are too short.
+        """Start a kernel that copies a new value to `refuge` if the weight's tensors are too short.
 
         The lengths that some tensors of a compressed weight need depend on the weight's value. An
         example is the list of elements whose exponents have no code. As soon as this method
         returns, the caller may free the value.
 
-        `value` is contiguous in bf16. `refuge` is a spill buffer: an int16 tensor in pinned memory.
-        The buffer has space for a header in addition to the value.
+        `value` is the weight's new value, contiguous in bf16. `refuge` is a spill buffer: an int16
+        tensor in pinned memory. The buffer has space for a header in addition to the value.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)

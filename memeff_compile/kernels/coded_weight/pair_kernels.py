@@ -250,9 +250,10 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 def first_patches(patches, PATCHES: tl.constexpr):
     """Load the positions and values of the first PATCHES patches of a range before their use.
 
-    A patch is an element of a weight whose exponent has no code. Because the patches are loaded
-    early, the code that stores them does not wait for memory. If the range has fewer than PATCHES
-    patches, the results are filled up with the position -1 and the value 0.
+    A patch is an element of a weight whose exponent has no code. A patch's position is its index in
+    its chunk of 8192 elements. If a kernel calls this function early, `store_patches` does not wait
+    for memory when it stores the patches. If the range has fewer than PATCHES patches, the results
+    are filled up with the position -1 and the value 0.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)

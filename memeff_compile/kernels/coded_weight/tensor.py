@@ -446,11 +446,12 @@ class CodedWeight(Tensor):
     ) -> Unsettled:
         """Encode a new value of the weight into the memory of the old codes (compressed form).
 
-        This method does not wait until the GPU reports whether the new codes fitted into this
-        memory. Call `settle` on the result to wait for this report. If the weight is read before
-        `settle` is called, the read itself calls `settle`. Raise CodedWeightError if memory runs
-        out while the codes are written. The dense value is then kept, and encoded when the weight
-        is next read.
+        The GPU reports whether the new codes fitted into this memory. With the lossless codecs
+        (compressed formats) `win4` and `tier`, this method does not wait for the report. With other
+        codecs, this method waits. Call `settle` on the result to wait for the report. If the weight
+        is read before `settle` is called, the read itself calls `settle`. Raise CodedWeightError if
+        memory runs out while the codes are written. The dense value is then kept, and encoded when
+        the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)

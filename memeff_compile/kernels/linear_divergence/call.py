@@ -251,7 +251,10 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return how many rows (tokens) all slots, the buffers of logits and gradients, contain."""
+        """Return how many rows (tokens) all slots together contain.
+
+        A slot is a buffer for the logits of one block of rows, or for their gradients.
+        """
         return self.rows * (self.blocks + self.others)
 
 
