@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the options; return the exit status."""
+    """Print all options of this package, one option in full, or `docs/options.md`.
+
+    Return the exit status, which is 1 for an unknown option."""
     if given.page:
         sys.stdout.write(options_page())
         return 0

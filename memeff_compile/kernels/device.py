@@ -26,9 +26,9 @@ MEASURED = ("NVIDIA H200",)
 
 
 class _Planned(NamedTuple):
-    """The device for which implementations are chosen (the planned device), and its kind of GPU.
+    """The device for which an op's implementation is chosen, and its kind of GPU.
 
-    The tensors may be on another device.
+    This device is called the planned device. The op's tensors may be on another device.
     """
 
     device: torch.device

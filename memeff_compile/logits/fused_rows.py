@@ -309,10 +309,10 @@ class FusedRows:
 
     @property
     def recomputed(self) -> FusedRows:
-        """Return this gradient of logits without the field `ready`: the gradients of hidden states,
-        weight and bias that the loss's forward pass computed.
+        """Return this gradient of logits without the gradients in its field `ready`.
 
-        The backward pass then computes these gradients again.
+        The field contains gradients of hidden states, weight and bias, which the loss's forward
+        pass computed. Without the field, the backward pass computes these gradients again.
         """
         if self.ready is None:
             return self

@@ -453,9 +453,9 @@ def _together(
     A `RowGradient` stores a gradient of logits as a sum of gradients that each cover some rows
     (tokens). A gradient may consist of one `FusedRows`: a few numbers per row instead of one per
     class. If all gradients do, and `FusedRows.joined` can join them, the result contains one
-    `FusedRows`. Otherwise the result is stored as the sum of the gradients. Each summand has the
-    shape `shape` of the result. A summand is zero outside of the positions to which its step in
-    `steps` writes the gradient.
+    `FusedRows`. Otherwise the result is stored as the sum of the gradients. `steps` contains one
+    pair of functions (`RowStep`) per gradient. One function of the pair, `scatter`, writes the
+    gradient to its positions in a tensor of zeros, which has the result's shape `shape`.
     """
     given = [grad for grad in grads if isinstance(grad, RowGradient)]
     if len(given) < len(grads):

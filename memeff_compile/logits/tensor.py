@@ -95,10 +95,10 @@ class DeferredLogits(LazyTensor):
 
     @classmethod
     def whole(cls, memory: Memory, shape: Sequence[int]) -> DeferredLogits:
-        """Return a tensor of shape `shape` that contains all logits of `memory`.
+        """Return a tensor of shape `shape` whose values, logits, are computed when first read.
 
-        The logits are computed when first read. `memory` represents the memory that eager PyTorch
-        would allocate for the logits. `shape` must have as many elements as `memory`.
+        `memory` represents the memory that eager PyTorch would allocate for the logits. The tensor
+        covers all of this memory, so `shape` must have as many elements as `memory`.
         """
         rows = memory.rows.reshape(*shape[:-1], memory.rows.shape[-1])
         strides = torch.empty(tuple(shape), device="meta").stride()
@@ -603,10 +603,12 @@ def _function(
 
 
 def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSource]:
-    """Return the `LogitsSource` of each `DeferredLogits` argument that needs a gradient.
+    """Return the `LogitsSource` of each tensor of deferred logits that needs a gradient.
 
-    A `LogitsSource` contains the tensors from which logits are computed. For each of these sources,
-    also clear the field `read_by`. This field names the op that last read the source's logits.
+    Deferred logits are computed when first read. The function finds them in the arguments of a
+    call, `args` and `kwargs`. A `LogitsSource` contains the hidden states and the output projection
+    from which logits are computed. For each returned source, also clear the field `read_by`. This
+    field names the op that last read the source's logits.
     """
     if not torch.is_grad_enabled():
         return []

@@ -172,10 +172,10 @@ class Filtered(RowWalk):
         need rows sorted by their estimated probability mass in such classes. `published`, the
         filter of the Cut Cross-Entropy paper, keeps the rows' order.
 
-        The function also writes each row's base to `self.base`, in the order of the returned rows.
-        For `mass`, the base is an estimate of the row's log-sum-exp. For `block`, the base is an
-        estimate of the row's largest logit. In a backward pass, `values` is given, and the bases
-        are the log-sum-exps of the forward pass.
+        The function also writes one number per row, the row's base, to `self.base`. These numbers
+        have the order of the returned rows. For `mass`, the base is an estimate of the row's
+        log-sum-exp. For `block`, the base is an estimate of the row's largest logit. In a backward
+        pass, `values` is given, and the bases are the log-sum-exps of the forward pass.
         """
         rows, vocab, depth = self.extent, self.vocab, self.depth
         as_given = torch.arange(rows, device=target.device) if self.is_published else None
@@ -222,9 +222,9 @@ class Filtered(RowWalk):
         `compact` has these rows in their original order. Row i of the result is row `rank[i]` of
         `compact`.
 
-        The function also writes each row's base to `self.base`, in the order `rank`. Without
-        `values`, the function takes the bases from `base`, which has the order of `compact`. These
-        bases estimate each row's log-sum-exp or largest logit.
+        A row's base is its log-sum-exp, or an estimate of its log-sum-exp or of its largest logit.
+        The function writes the bases to `self.base`, in the order `rank`. Without `values`, the
+        bases are the estimates in `base`, which has the order of `compact`.
 
         In a backward pass, `values` contains five numbers of each row (`row_values`). The first
         number, the row's log-sum-exp, is then the base. The second and third determine the
@@ -491,11 +491,11 @@ class Both(Differentiating):
 
 
 class Walks(NamedTuple):
-    """The loops of the fused loss op for a call with a gradient filter.
+    """The loops of the fused loss op for calls that drop unlikely classes from the gradients.
 
-    A gradient filter drops unlikely classes from the loss's gradients. Each loop runs over blocks
-    of rows (tokens) or of classes. Like each module that implements the op without a filter, the
-    class has the functions `forward`, `total` and `backward`.
+    A gradient filter chooses these classes. Each loop runs over blocks of rows (tokens) or of
+    classes. Like each module that implements the op without a filter, the class has the functions
+    `forward`, `total` and `backward`.
     """
 
     exact: Any  # the engine's module
@@ -521,7 +521,7 @@ class Walks(NamedTuple):
         settings: Settings,
         output_mask: Sequence[bool],
     ) -> Differentiating:
-        """Return an object that computes the gradients of the fused loss op when its loop runs.
+        """Return one or two loops over blocks of tokens or classes, for the loss's gradients.
 
         The gradient filter drops unlikely classes from the hidden states' gradient, from the
         weight's gradient, or from both gradients.

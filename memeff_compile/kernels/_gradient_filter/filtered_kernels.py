@@ -9,12 +9,12 @@ consists of TILE consecutive rows, and a block consists of at most 16 groups. On
 classes computes the rows' largest logits and sums of exponentials, and a score for each class and
 group. The score is the sum or the maximum of the class's probabilities in the group's rows. For
 each of LEVELS thresholds, the pass also computes the probability mass that each row would lose if
-classes of lower score were dropped. The pass stores no logits. Each class then gets a 16-bit word,
-with one bit for each group of rows in which the filter keeps the class. Classes are sorted by these
-words, so that in nearly every tile the filter keeps either all classes or none. For the tiles that
-the filter keeps, the logits are computed again, CAPACITY tiles at a time, and their gradients are
-stored. The stored gradients still lack one factor per row, by which the last kernel multiplies its
-results.
+classes of lower score were dropped. The pass stores no logits. For each block of rows, every class
+then gets one 16-bit word. Each bit of the word tells whether the filter keeps the class in one of
+the block's groups. Classes are sorted by these words, so that in nearly every tile the filter keeps
+either all classes or none. For the tiles that the filter keeps, the logits are computed again,
+CAPACITY tiles at a time, and their gradients are stored. The stored gradients still lack one factor
+per row, by which the last kernel multiplies its results.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """
@@ -150,11 +150,12 @@ def _gradient_filter_estimate_kernel(
 
 @triton.jit
 def _level(index, highest, C: tl.constexpr):
-    """Return score thresholds, below which the gradient filter drops a class.
+    """Return levels: thresholds for the sum or the maximum of a class's probabilities.
 
-    A class's score is the sum or the maximum of its probabilities in a group of rows (tokens). Each
-    level is one threshold, and `index` selects levels. The last level's threshold is higher than
-    the score of every class, so this level drops all classes.
+    The sum or the maximum, over a group of rows (tokens), is the class's score. For each group, the
+    gradient filter chooses one level, and drops classes with a lower score from the loss's
+    gradients. `index` selects levels. The last level is higher than the score of every class, so
+    this level drops all classes.
     """
     level = highest * tl.exp2(index.to(tl.float32) * (-C.STEP))
     return tl.where(index < C.LEVELS - 1, level, float("inf"))

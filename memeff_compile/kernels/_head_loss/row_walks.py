@@ -18,7 +18,11 @@ from .walks import Differentiating
 
 
 class RowWalk(Differentiating):
-    """A loop over blocks of rows that adds up the gradients of all blocks."""
+    """A loop over blocks of rows (tokens) for the gradients of hidden states, weight and bias.
+
+    Each block writes its own rows of the hidden states' gradient. For the weight and the bias, the
+    loop adds up the contributions of all blocks.
+    """
 
     def __init__(
         self, given: Operands, settings: Settings, output_mask: Sequence[bool], shapes: Tiles

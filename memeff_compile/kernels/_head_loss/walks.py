@@ -11,7 +11,7 @@ from .shapes import spans
 
 
 class Block(NamedTuple):
-    """A range of rows or classes, from `first` up to but not including `stop`."""
+    """A range of rows (tokens) or classes, from `first` up to but not including `stop`."""
 
     number: int
     first: int
@@ -19,14 +19,16 @@ class Block(NamedTuple):
 
 
 class Walk(ABC):
-    """A loop over the blocks of rows or classes of a loss op's call, and the implementation's work
-    on each block."""
+    """A loop over the blocks of rows (tokens) or classes of a loss op's call.
+
+    Subclasses compute the logits or the gradients of one block at a time.
+    """
 
     extent: int  # rows or classes of the call
     step: int  # of a block
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the call's blocks of rows or classes, in the order in which they are computed."""
+        """Yield the call's blocks of rows (tokens) or classes, in the order of computation."""
         for number, (first, stop) in enumerate(spans(0, self.extent, self.step)):
             yield Block(number, first, stop)
 
@@ -45,18 +47,20 @@ class Statistics(Walk):
 
     @abstractmethod
     def statistics(self, block: Block) -> None:
-        """Compute the logits of a block of rows or classes, and update the rows' statistics.
+        """Compute the logits of a block, and update the statistics of the logits of each row.
 
-        The losses are computed from these statistics, such as the log-sum-exp of a row's logits.
+        A block is a range of rows (tokens) or classes. The losses are computed from these
+        statistics, such as the log-sum-exp of a row's logits.
         """
 
 
 class Differentiating(Walk):
     """A loop that computes the gradients of a loss op.
 
-    A gradient filter drops classes whose logits have small gradients. Some loops for gradients also
-    compute the rows' losses. If such a loop has no gradient filter, it computes the losses and the
-    gradients from the same logits. All other loops for gradients compute the logits again.
+    Some loops for gradients also compute the loss of each row (token). A gradient filter drops
+    classes whose logits have small gradients. If a loop that computes losses has no gradient
+    filter, the loop computes the losses and the gradients from the same logits. All other loops for
+    gradients compute the logits again.
     """
 
     @abstractmethod

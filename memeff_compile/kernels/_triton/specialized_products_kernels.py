@@ -2,11 +2,11 @@
 """A Gluon kernel that multiplies a matrix X by the weight and by the hidden states: one warp loads
 operands, and eight warps multiply.
 
-X times a factor per row is the logits' gradient. A tile of the weight's gradient (dC) is a sum over
-few rows. So loading and writing the tile takes as long as computing it. The loading warp is several
-pipeline stages ahead of the other warps, and already loads operands of the next tile. While a tile
-of dC is summed, the loading warp also loads the tile's sum over earlier blocks of rows into shared
-memory. The new sum replaces the earlier sum there, and is then written to GPU memory.
+X times a factor per row (token) is the logits' gradient. A tile of the weight's gradient (dC) is a
+sum over few rows. So loading and writing the tile takes as long as computing it. The loading warp
+is several pipeline stages ahead of the other warps, and already loads operands of the next tile.
+While a tile of dC is summed, the loading warp also loads the tile's sum over earlier blocks of rows
+into shared memory. The new sum replaces the earlier sum there, and is then written to GPU memory.
 """
 
 from __future__ import annotations
@@ -222,9 +222,10 @@ def _scale_at(scales, block, column, layout: gl.constexpr, C: gl.constexpr):
     """Return pointers to the scales of one slice (range of columns) of a tile of the weight's
     gradient (dC), and a mask.
 
-    While dC is summed over several blocks of rows, it is stored in fp16, divided by these scales.
-    There is one pointer per class, to the scale of the class's numbers in the slice. The mask is
-    false after the last class. `column` is the index of the slice's first column.
+    dC is summed over several blocks of tokens. Until the last block, dC is stored in fp16, divided
+    by these scales. There is one pointer per class, to the scale of the class's numbers in the
+    slice. The mask is false after the last class. `column` is the index of the slice's first
+    column.
     """
     scales_ptr, width = scales
     rows = block + gl.arange(0, C.BM, layout=gl.SliceLayout(1, layout))
@@ -236,9 +237,9 @@ def _old_scales(scales, block, column, C: gl.constexpr):
     """Load the scales of the four slices (ranges of columns) of a tile of the weight's gradient
     (dC).
 
-    The sums over earlier blocks of rows are stored in fp16, divided by these scales. The kernel
-    loads the scales before the tile's matrix products. If the tile has only two slices, return each
-    of their scales twice.
+    dC is summed over several blocks of tokens. The sums over earlier blocks are stored in fp16,
+    divided by these scales. The kernel loads the scales before the tile's matrix products. If the
+    tile has only two slices, return each of their scales twice.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
     parts: gl.constexpr = C.BN // SLICE
@@ -263,11 +264,11 @@ def _add_to(part, held, old, scales, at, C: gl.constexpr):
     """Write some columns of the weight's gradient (dC) to shared memory, after adding the old
     values that are there.
 
-    While the weight's gradient (dC) is summed over several blocks of rows, dC is stored in fp16.
-    Each slice (range of columns) of each class has its own scale, a power of two. Divided by this
-    scale, the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28
-    times the slice's largest number have fewer than the eleven significant bits of fp16. The error
-    of such numbers is smaller than the rounding error of the largest number.
+    dC is summed over several blocks of tokens. Until the last block, dC is stored in fp16. Each
+    slice (range of columns) of each class has its own scale, a power of two. Divided by this scale,
+    the slice's largest number just fits into the range of fp16. Numbers smaller than 2^-28 times
+    the slice's largest number have fewer than the eleven significant bits of fp16. The error of
+    such numbers is smaller than the rounding error of the largest number.
     """
     layout: gl.constexpr = part.type.layout
     if C.HAS_SCALES:

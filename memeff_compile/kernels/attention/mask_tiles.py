@@ -147,10 +147,12 @@ def dense_of(
     *,
     ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask as kernel arguments, with a list of tiles of the mask for each program.
+    """Return a mask as kernel arguments, with a list of tiles for each program of the kernel.
 
-    A program combines its own tile of queries or keys with the tiles in its list. The list leaves
-    out tiles with the code empty (every key is hidden).
+    A program combines its own tile of queries with several tiles of keys, or the other way around.
+    A program's list contains the indices of these several tiles. The mask has one code per block of
+    64 x 64 elements. A pair of the own tile and another tile overlaps one or more of these blocks.
+    The list leaves out the other tile if all these blocks are empty (every key is hidden).
     """
     from . import mask_tiles_kernels as kernels
 

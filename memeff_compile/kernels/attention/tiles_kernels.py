@@ -50,9 +50,11 @@ def _raw(product, inner, C: tl.constexpr):
     """Return raw scores of queries and keys, computed from their products.
 
     If the mask is a bias, a raw score is the product times `inner`, the scale of attention scores.
-    Otherwise the product is multiplied by the sign of this scale. With a softcap, `inner` is the
-    scale's absolute value divided by the softcap, and the product is also multiplied by `inner`.
-    The raw score is then the tanh of the result, with an error below 2e-7.
+    With neither a bias nor a softcap, a raw score is the product times the sign of this scale.
+
+    No call has both a bias and a softcap. With a softcap, `inner` is the scale's absolute value
+    divided by the softcap. A raw score is then the tanh of product * sign * `inner`, with an error
+    below 2e-7.
     """
     if C.IS_BIAS:
         product = product * inner

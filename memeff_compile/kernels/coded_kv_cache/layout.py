@@ -2,8 +2,8 @@
 into bytes.
 
 Tokens are encoded in groups. The codes of a group are one contiguous block of bytes, keys token by
-token, values channel by channel. So tensor cores read the codes without reordering. Codes are
-packed as follows in a row of D channels:
+token, values channel by channel. So tensor cores read the codes without reordering. A row is the D
+channels of one token's key or value in one head. In a row, codes are packed as follows:
 
 - 4 bits: channels j and j + D/2 are the low and the high half of one byte.
 - 2 bits: four channels, D/4 apart, share a byte.
@@ -275,9 +275,10 @@ def channel_group(depth: int, scheme: str) -> int:
 def group_of(block: int, depth: int, bits: int) -> int:
     """Return how many tokens a group has if the group's codes take `block` bytes in one head.
 
-    A group is the tokens whose keys, or values, are encoded together. Example: 64 tokens for 4096
-    bytes, 128 channels in a row and 4 bits per code. If `bits` is PLAIN, plain numbers take the
-    place of codes, and `block` counts these numbers instead of bytes.
+    A group is the tokens whose keys, or values, are encoded together. `depth` is the number of
+    channels of one token's key or value in one head. Example: 64 tokens if `block` is 4096, `depth`
+    is 128 and `bits` is 4. If `bits` is PLAIN, plain numbers take the place of codes, and `block`
+    counts these numbers instead of bytes.
     """
     return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 

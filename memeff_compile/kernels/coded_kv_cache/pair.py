@@ -86,13 +86,14 @@ def shapes_of_pair(
 
 
 def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-    """Return the ten tensors (`layout.Pool`) of the cache of one of two merged layers.
+    """Return the ten tensors (`layout.Pool`) of the KV cache of one of two layers.
 
-    For each merged token and head, the two layers share one unit vector for their keys and one for
-    their values. Each layer stores the keys and values of unmerged tokens exactly. `shared`
-    (`layout.Shared`) contains the codes and scales of the unit vectors, and the positions of
-    unmerged tokens. Both layers share these tensors. The layer's other tensors are in `own`
-    (`layout.Own`). The ops `coded_kv_cache_view` and `coded_kv_cache_attention` take the result.
+    The two layers have merged caches: per token and head, they share one unit vector for their keys
+    and one for their values. Some tokens stay unmerged. Each layer stores the keys and values of
+    unmerged tokens exactly. `shared` (`layout.Shared`) contains the codes and scales of the unit
+    vectors, and the positions of unmerged tokens. Both layers share these tensors. The layer's
+    other tensors are in `own` (`layout.Own`). The ops `coded_kv_cache_view` and
+    `coded_kv_cache_attention` take the result.
     """
     return [*shared[:4], *own[:4], shared[4], own[4]]
 

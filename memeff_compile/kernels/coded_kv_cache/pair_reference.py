@@ -246,10 +246,10 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose the tokens that stay unmerged, and write their positions to `shared.places`.
+    """Choose the tokens for which the keys and values of two layers are not merged.
 
-    The result, bool (B, H, n), is true for these tokens. For other tokens, the keys and values of
-    two layers are merged. `apart` (B, H, n) is the distance between the two layers' keys, or
+    The function writes the positions of these tokens to `shared.places`. The result, bool (B, H,
+    n), is true for these tokens. `apart` (B, H, n) is the distance between the two layers' keys, or
     between their values if it is larger. `behind` (B, H, n) is a token's position in its sequence,
     negative for padding.
     """

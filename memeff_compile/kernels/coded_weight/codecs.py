@@ -157,14 +157,14 @@ class Outcome:
         self._event: torch.cuda.Event | None = None
 
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
-        """Start a kernel that copies a new value to a spill buffer if the value's codes do not fit.
+        """Start a kernel that copies a new value to `refuge` if the weight's tensors are too short.
 
-        A list is a coded tensor whose needed length depends on the value. The codes do not fit if
-        one of the weight's lists is too short. As soon as this method returns, the caller may free
-        the value.
+        The lengths that some tensors of a compressed weight need depend on the weight's value. An
+        example is the list of elements whose exponents have no code. As soon as this method
+        returns, the caller may free the value.
 
-        The value is the weight's new value, contiguous in bf16. The spill buffer is int16 in
-        pinned memory. The buffer has space for a header in addition to the value.
+        `value` is the weight's new value, contiguous in bf16. `refuge` is a spill buffer: an int16
+        tensor in pinned memory. The buffer has space for a header in addition to the value.
         """
         rooms = (*self._rooms, 0, 0)[:3]
         tensors = (value.view(-1).view(torch.int16), self._needed, refuge)
@@ -176,12 +176,12 @@ class Outcome:
         self._refuge = refuge
 
     def fetch(self) -> None:
-        """Start an asynchronous copy of each list's needed length to the CPU.
+        """Start an asynchronous copy to the CPU of the lengths that a weight's tensors need.
 
-        A list is a coded tensor whose needed length depends on the weight's new value. An example
-        is the list of elements whose exponents have no code. A spill buffer is CPU memory for a
-        value whose codes do not fit. If there is a spill buffer, GPU kernels write the needed
-        lengths to its header. Then this method copies nothing.
+        The lengths that some tensors of a compressed weight need depend on the weight's value. An
+        example is the list of elements whose exponents have no code. A spill buffer is CPU memory
+        for a value for which one of these tensors is too short. If there is a spill buffer, GPU
+        kernels write the needed lengths to its header. Then this method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:
@@ -192,10 +192,10 @@ class Outcome:
                 self._event.record()
 
     def fits(self) -> bool:
-        """Wait for the GPU, and return whether the codes of the weight's new value fitted.
+        """Wait for the GPU, and return whether a weight's tensors are long enough for its value.
 
-        A list is a coded tensor whose needed length depends on the value. The codes fit if each of
-        the weight's lists is long enough.
+        The lengths that some tensors of a compressed weight need depend on the weight's value. An
+        example is the list of elements whose exponents have no code.
         """
         if self._event is not None:
             self._event.synchronize()

@@ -248,10 +248,12 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """From a range of patches (elements whose exponents have no code), load the first PATCHES ones
-    before they are needed. So the code that stores these patches does not wait for memory.
+    """Load the positions and values of the first PATCHES patches of a range before their use.
 
-    If the range has fewer than PATCHES patches, each remaining loaded position is -1.
+    A patch is an element of a weight whose exponent has no code. A patch's position is its index in
+    its chunk of 8192 elements. If a kernel calls this function early, `store_patches` does not wait
+    for memory when it stores the patches. If the range has fewer than PATCHES patches, the results
+    are filled up with the position -1 and the value 0.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)

@@ -444,13 +444,14 @@ class CodedWeight(Tensor):
         refuge: Tensor | None = None,
         counts: Tensor | None = None,  # the result of `step`, if that made the value
     ) -> Unsettled:
-        """Encode a new value of the weight in place, without waiting for the GPU's report.
+        """Encode a new value of the weight into the memory of the old codes (compressed form).
 
-        The GPU reports whether the new codes (compressed form) fitted into the memory of the old
-        codes. Call `settle` on the result to wait for this report. If the weight is read before
-        `settle` is called, the read itself calls `settle`. Raise CodedWeightError if memory runs
-        out while the codes are written. The dense value is then kept, and encoded when the weight
-        is next read.
+        The GPU reports whether the new codes fitted into this memory. With the lossless codecs
+        (compressed formats) `win4` and `tier`, this method does not wait for the report. With other
+        codecs, this method waits. Call `settle` on the result to wait for the report. If the weight
+        is read before `settle` is called, the read itself calls `settle`. Raise CodedWeightError if
+        memory runs out while the codes are written. The dense value is then kept, and encoded when
+        the weight is next read.
         """
         value, parts = value.contiguous(), self.parts
         found = Unsettled(self, value)

@@ -124,7 +124,10 @@ def _coded_weight_win4_decode_kernel(
 def _decode_narrow(program, parts, norms_ptr, out_ptr, C: tl.constexpr):
     """Decode lossily compressed weights, eight per 32-bit word of exponent codes, and store them.
 
-    `row_kernels` explains the power of two that scales the codes.
+    Before encoding, each weight was divided by a normaliser (the scale of a block of weights). The
+    quotient's code is its exponent minus `base`, the exponent just below those that have codes. The
+    kernel takes the code as the exponent of a number. The decoded weight is this number times
+    2^base, times the normaliser. Weights without a code (patches) are stored whole.
     """
     header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     words_ptr, out_ptr = as_words(out_ptr), as_patterns(out_ptr)

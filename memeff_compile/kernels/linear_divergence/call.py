@@ -251,9 +251,9 @@ class Slots(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Return the number of rows (tokens) of all slots together.
+        """Return how many rows (tokens) all slots together contain.
 
-        A slot is a buffer for one block of rows of logits or of their gradients.
+        A slot is a buffer for the logits of one block of rows, or for their gradients.
         """
         return self.rows * (self.blocks + self.others)
 

@@ -71,10 +71,7 @@ class _Gradients:
         self.bias = weight.new_zeros(given.vocab, dtype=given.wide) if self.of_bias else None
 
     def blocks(self) -> Iterator[slice]:
-        """Yield the rows of each block, as a slice.
-
-        Rows are tokens. The logits of one block are computed together.
-        """
+        """Yield slices of the call's rows (tokens): blocks whose logits are computed together."""
         given = self.given
         itemsize = given.hidden.itemsize
         step = int(reference_rows(given.rows, given.vocab, given.workspace, itemsize))

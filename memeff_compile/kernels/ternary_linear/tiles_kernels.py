@@ -133,7 +133,8 @@ def _entering_token(
     """Return a token in float32 after the operations that precede quantisation, rounded wherever
     PyTorch would round to the token's dtype.
 
-    If HAS_UP is set, x becomes relu(x) ** 2 * up. If HAS_NORM is set, an RMS norm follows.
+    If HAS_UP is set, the token x becomes relu(x) ** 2 * up. If HAS_NORM is set, an RMS norm
+    follows.
     """
     x_ptr, up_ptr, norm_ptr = entering
     KIND: tl.constexpr = x_ptr.dtype.element_ty
