@@ -256,8 +256,8 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
     """Return a Decline (the reason for no rewrite) if a low-bit KV cache has to be decoded anyway.
 
     Otherwise return None. `match` is an attention call that reads keys and values decoded from the
-    cache. The cache has to be decoded if another node also reads these keys and values. The cache
-    also has to be decoded if a node writes to them, or to the cache, before the attention call
+    cache. The cache has to be decoded if another node also reads these keys and values. The same
+    holds if a node writes to the cache, or to these keys and values, before the attention call
     reads them.
     """
     for user in _readers(match.view):

@@ -64,7 +64,7 @@ class _Inputs:
 
     @classmethod
     def choose(cls, compared: Compared, args: Sequence[Any]) -> _Inputs:
-        """Choose which of the graph's arguments the reproducer saves, starting with the smallest.
+        """Choose which of the graph's arguments are saved for the reproducer, smallest first.
 
         The reproducer is a program that runs the original and the rewritten graph, and shows a
         difference in their results. The option `memeff.verify.limit` limits the saved bytes. The

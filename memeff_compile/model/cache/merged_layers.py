@@ -249,8 +249,8 @@ class MergedLayer(CodedLayer):
         """Raise an error if rotations for two layers' keys and values do not fit this model.
 
         The rotations turn the later layer's keys and values towards those of the earlier layer.
-        After this, the two layers can share directions (unit vectors). The argument `fidelity` of
-        `MiniCache`, a result of `fidelity_report`, may contain rotations. Rotations that fit are
+        After the rotations, the two layers share directions (unit vectors). The argument `fidelity`
+        of `MiniCache`, a result of `fidelity_report`, may contain rotations. Rotations that fit are
         moved to the device."""
         if self.pair.common is None:
             return

@@ -162,9 +162,9 @@ class _StandIn:
         stand-in for the first of them returns `first`, the stand-in for the other `second`. If one
         projection computes gate and up together, `into` has one name. This projection's stand-in
         returns `first` and `second` concatenated. `own` maps names of other modules of the MLP,
-        such as the activation function, to modules that run instead of them. All modules without a
-        stand-in or an entry in `own` become the identity. If the forward does not have the expected
-        form, return an empty tensor."""
+        such as the activation function, to the modules that run under these names. All modules
+        without a stand-in or an entry in `own` become the identity. If the forward does not have
+        the expected form, return an empty tensor."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}

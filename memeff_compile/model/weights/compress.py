@@ -79,8 +79,9 @@ class CompressedWeight:
     def _about(self) -> str:
         """Return the text that follows this weight's name in the report of `compress_`.
 
-        The text has the weight's shape. For a compressed weight, the text also has the codec
-        (compressed format), otherwise the reason why the weight is unchanged.
+        The text has the weight's shape. If the call of `compress_` compressed the weight, the text
+        also has the codec (compressed format). Otherwise the text has the reason why the weight is
+        unchanged.
         """
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
@@ -143,7 +144,7 @@ class CompressionReport(VerbReport):
         return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return the result of `compress_` for each weight as JSON, and notes on its `skip`.
+        """Return, as JSON, the result of `compress_` for each weight, and notes on its `skip`.
 
         A weight's result has the codec (compressed format), or the reason why the weight is
         unchanged. `skip` is an argument of `compress_`: names of modules that stay dense.

@@ -155,8 +155,8 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 def _given_in_weight(head: Head, classes: int) -> Decline:
     """Return the reason (a `Decline`) why logits that a graph returns cannot be deferred.
 
-    Deferred logits are computed when first read. The reason is the output projection that computes
-    the returned logits. Its weight depends on a graph input that is neither a parameter nor a
+    Deferred logits are computed when first read. The output projection that computes the returned
+    logits has a weight that is computed from a graph input. This input is neither a parameter nor a
     buffer.
     """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
