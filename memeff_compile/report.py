@@ -104,9 +104,9 @@ class VerbReport(ABC):
         """Return the whole report as JSON."""
 
     def _bytes_before_and_after(self) -> tuple[int, int] | None:
-        """Return the bytes of the tensors that the reported function changed, before and after the
-        change, or None.
+        """Return two byte counts, before and after the change that this report describes, or None.
 
+        For example, the report of `compress_` counts the bytes of the weights that were compressed.
         None means that the report has no such counts. A notebook draws the two counts as bars."""
         return None
 

@@ -128,8 +128,8 @@ class Hooks:
     def guard(self, graph: Graph) -> None:
         """Replace Dynamo's guards on some inputs of a graph by cheaper guards.
 
-        These inputs are tensors of this system. A system is an optional part of this package, such
-        as compressed weights. This method is called only for graphs without gradients."""
+        A system is an optional part of this package, such as compressed weights. The inputs are
+        tensors of this system. This method is called only for graphs without gradients."""
 
     def forget(self) -> None:
         """Free all memory that this system (an optional part of this package) keeps between calls.

@@ -253,11 +253,12 @@ def _unserved(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
-    """Return a Decline (the reason for no rewrite) if the decoded keys and values have to be
-    computed anyway, otherwise None.
+    """Return a Decline (the reason for no rewrite) if a low-bit KV cache has to be decoded anyway.
 
-    They have to be computed if another node than this attention reads them. They also have to be
-    computed if a node writes to them, or to the cache, before attention reads them.
+    Otherwise return None. `match` is an attention call that reads keys and values decoded from the
+    cache. The cache has to be decoded if another node also reads these keys and values. The same
+    holds if a node writes to the cache, or to these keys and values, before the attention call
+    reads them.
     """
     for user in _readers(match.view):
         if not _leads_to(user, match.node):

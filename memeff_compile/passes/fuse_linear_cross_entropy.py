@@ -350,9 +350,10 @@ def _engine(info: GraphInfo, match: Site, groups: Sequence[list[Tail]]) -> str:
     """Return the compilation report's text on the engine, the implementation of the fused loss op.
 
     The text names the engine. For a GPU, the text also says whether speed was measured on this GPU.
-    A gradient filter drops classes with small gradients. If a filter is on, the text also names
-    the filter's bound: a threshold, or for `mass` the probability mass that a row may lose. If the
-    filter cannot drop any class of this match, the text says instead that the gradients are exact.
+    A gradient filter drops classes with small gradients. If a filter is on, the text also names the
+    filter and its bound. The filter `mass` has as its bound the probability mass that a row may
+    lose. The filters `block` and `published` have a threshold. If the filter cannot drop any class
+    of this match, the text says instead that the gradients are exact.
     """
     hidden, options = info.value(match.head.hidden), info.options
     weight = info.value(match.head.weight)

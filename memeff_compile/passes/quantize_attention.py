@@ -11,7 +11,7 @@ arXiv 2411.10958.
 
 The pass is lossy and therefore opt-in. The option memeff.attention names a precision level such as
 "8b", or a table with a level for each module. If a gradient is needed, the pass leaves the
-attention exact, and the report says why.
+attention exact, and the compilation report says why.
 """
 
 from __future__ import annotations

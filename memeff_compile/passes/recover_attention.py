@@ -52,7 +52,7 @@ class Plan:
     limit: Any  # keys from this index on are never attended to and are cut off; None keeps all
     # keys and values before they were repeated; None leaves them repeated
     bases: tuple[Operand, Operand] | None
-    sentence: str  # the sentence for the report
+    sentence: str  # the sentence for the compilation report
     said: told_to_op.Said | None = (
         None  # arguments of memeff::attention, if PyTorch's call has none for them
     )
@@ -227,10 +227,11 @@ def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan
 
 
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
-    """Return how `scaled_dot_product_attention` can express a mask, and text for the report.
+    """Return how `scaled_dot_product_attention` can express a mask, and text about the mask.
 
-    The result has the argument is_causal and the number of keys to keep (None keeps all). Return
-    None if `scaled_dot_product_attention` cannot express the mask.
+    The result has the argument is_causal and the number of keys to keep (None keeps all). The text
+    is for the compilation report. Return None if `scaled_dot_product_attention` cannot express the
+    mask.
     """
     queries, keys = (operand.value.shape[-2] for operand in (site.query, site.key))
     if site.mask is None:
@@ -394,8 +395,9 @@ def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand,
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
-    """Return a remark for the report if the speed of the inserted attention op was not compared
-    with the speed of the original nodes."""
+    """Return a remark for the compilation report if speeds were not compared on this kind of GPU.
+
+    The speeds are those of the inserted attention op and of the original nodes."""
     return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]
 
 

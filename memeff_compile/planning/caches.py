@@ -172,7 +172,10 @@ def weight_bytes(model: nn.Module, codec: str) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes of the keys and values that a model caches for each token."""
+    """The sizes of the keys and values that a model caches for each token.
+
+    Merged layers share directions (unit vectors) of values, and of keys unless `values_only` is
+    set."""
 
     layers: int  # number of unmerged layers that see all tokens
     pairs: int  # number of pairs of merged layers, which `layers` does not count
@@ -373,11 +376,10 @@ def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes of one sequence in the KV caches of two merged layers together.
+    """Return formulas for one sequence's bytes in the KV caches of two merged layers together.
 
-    Merged layers share directions (unit vectors) of values, and of keys unless `values_only` is
-    set. The first number is for one more token in the cache, the second for a cache of `tokens`
-    tokens.
+    The two layers share directions (unit vectors) of values, and of keys unless `values_only` is
+    set. The first formula is for one more token in the caches, the second for `tokens` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -96,7 +96,8 @@ class Moment:
         """Return the sum of `parts` (bytes of each kind of tensor) as a formula.
 
         The sum is the memory in use at the moment of a training step that this object describes.
-        In a `Footprint`, the sum excludes weights and optimizer state."""
+        If this object is in the result of `moments`, the sum includes weights and optimizer state.
+        If it is in a `Footprint`, the argument of `moments`, the sum excludes them."""
         return sum(self.parts.values(), sympy.Integer(0))
 
 
@@ -160,9 +161,11 @@ class Setting:
     def require_served(self, facts: Facts) -> None:
         """Raise ExplainError if this `Setting` cannot train the model with compressed weights.
 
-        A `Setting` describes the training: GPUs, optimizer and the codec of the weights. The codec
-        "dense" raises no error. With other codecs, `compress_` must be able to compress some of the
-        linear layers' weights. If an optimizer trains these weights, `in_backward` must be set.
+        A `Setting` describes the training: GPUs, optimizer and the codec (compressed format) of the
+        weights. The codec "dense" means no compression, and raises no error. With other codecs,
+        `compress_` must be able to compress some of the linear layers' weights. If an optimizer
+        trains these weights, the field `in_backward` must be set. With `in_backward`,
+        `optim_in_backward` updates weights during the backward pass.
         """
         if self.weights == "dense":
             return

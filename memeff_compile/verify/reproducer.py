@@ -64,10 +64,11 @@ class _Inputs:
 
     @classmethod
     def choose(cls, compared: Compared, args: Sequence[Any]) -> _Inputs:
-        """Choose which of the graph's arguments the reproducer saves, starting with the smallest.
+        """Choose which of the graph's arguments are saved for the reproducer, smallest first.
 
-        The option `memeff.verify.limit` limits the saved bytes. The graphs' constant tensors are
-        always saved and count towards this limit."""
+        The reproducer is a program that runs the original and the rewritten graph, and shows a
+        difference in their results. The option `memeff.verify.limit` limits the saved bytes. The
+        constant tensors of the two graphs are always saved and count towards this limit."""
         left = compared.options.verify_limit
         inputs = cls({}, {}, {}, {}, [isinstance(a, Tensor) and a.requires_grad for a in args])
         tensors = [(i, a.detach()) for i, a in enumerate(args) if isinstance(a, Tensor)]

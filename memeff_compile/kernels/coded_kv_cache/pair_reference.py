@@ -71,10 +71,10 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
 
 
 def require_in_step(counts: Tensor, due: int) -> None:
-    """Raise RuntimeError if the lower of two merged layers does not have `due` tokens.
+    """Raise RuntimeError if the lower (earlier) of two layers does not have `due` tokens.
 
-    Merged layers share merged keys and values, or only merged values. `counts` contains the lower
-    layer's number of tokens, at the index LENGTH.
+    The two layers share directions (unit vectors) of keys and values, or only of values. `counts`
+    contains the lower layer's number of tokens, at the index LENGTH.
     """
     there = int(counts[LENGTH])
     if there != due:

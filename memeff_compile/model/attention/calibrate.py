@@ -91,9 +91,11 @@ class Calibration(VerbReport, dict[str, Any]):
         model's output, the dictionary has a key `changes`. `changes` has a number for each
         attention call. If only this call runs at a level, the model's output changes. The number is
         the output's change at the first of the two levels minus the output's change at the second.
-        With the key `changes`, the module with the largest number comes first. Without `changes`,
-        the module with the lowest score comes first. This score is the similarity to exact
-        attention at the first of the scored levels.
+        With the key `changes`, the module with the largest number comes first.
+
+        A module's score at a level is the lowest similarity to exact attention, over all inputs and
+        calls. The key `scores` has scores at the levels that `calibrate_attention` tried. Without
+        `changes`, the module with the lowest score at the first of these levels comes first.
         """
         scores, tried = self._scores()
         chosen = [_chosen(level) for level in self["levels"].values()]
@@ -135,11 +137,12 @@ class Calibration(VerbReport, dict[str, Any]):
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the mean score and its spread, for each attention module and level (low-bit format).
+        """Draw the mean similarity to exact attention, for each attention module and level.
 
-        A score is the similarity to exact attention. The mean is over inputs and calls. Each call's
-        scores have a standard deviation over the inputs. The spread is the largest of the standard
-        deviations of all calls.
+        A level is a low-bit format, such as `8b`. The similarity is called the score. The mean is
+        over inputs and calls. The figure also shows the scores' spread. Each call's scores have a
+        standard deviation over the inputs. The spread is the largest of the standard deviations of
+        all calls.
 
         The extension of `path` determines the file format; without an extension, the format is SVG.
         Raise CalibrationError if matplotlib is not installed.
@@ -423,14 +426,14 @@ def _levels(
 
 
 def restart_attention_calls() -> None:
-    """Make the next call of each attention module use the first level chosen for its calls.
+    """Let each attention module start again at the first of its levels (low-bit formats).
 
-    A level is a low-bit format, such as `8b`, or `exact`. The result of `calibrate_attention` may
-    have a list of levels for an attention module, one per call. Successive calls of the module use
-    these levels in order. After the last level, or after this function, the next call uses the
-    first level again. Call this function if a loop that runs the model, such as a sampling loop,
-    was interrupted. You need not call this function after a loop that completes as many calls as
-    the calibration had.
+    A level is a low-bit format, such as `8b`, or `exact`. `calibrate_attention` may choose a list
+    of levels for an attention module, one per call. Successive calls of the module use these levels
+    in order. After the last level, or after this function, the next call uses the first level
+    again. Call this function if a loop that runs the model, such as a sampling loop, was
+    interrupted. You need not call this function after a loop that completes as many calls as the
+    calibration had.
 
     Example: memeff_compile.restart_attention_calls()
     """

@@ -75,8 +75,10 @@ class FidelityReport(VerbReport):
             cache.
         memory: the `bytes` of the measured cache, the bytes that keys and values take in the
             model's dtype (`before`), and the `ratio` `before` / `bytes`.
-        merged: the result of `KVCache.merged` for the last input: for each pair of merged
-            layers, the number of tokens in merged groups and the number of tokens that stayed
+        merged: the result of `KVCache.merged` for the last input. Two merged layers share
+            directions only for older tokens. These tokens are merged in groups of `group`
+            consecutive tokens, a setting of `KVCache`. For each pair of merged layers, `merged` has
+            the number of tokens in merged groups, and the mean number of tokens that stayed
             unmerged. For an unmerged token, the two layers share no directions.
         codes: the `bits` per coded number, `kl` and `ratio` of other caches, for comparison. The
             list `codes` is empty if the measured cache does not merge layers. Of the caches in
@@ -357,8 +359,9 @@ class _Other(NamedTuple):
     """The settings of a cache with which a fidelity report compares the measured cache.
 
     A fidelity report describes how a low-bit KV cache, the measured cache, changes a model's
-    predictions. If the measured cache merges layers, the report also describes other caches, in its
-    list `codes`. Merged layers share directions (unit vectors) of keys or values.
+    predictions. The measured cache may merge layers. Merged layers share directions (unit vectors)
+    of keys or values. If the measured cache merges layers, the report also describes other caches,
+    in its list `codes`.
     """
 
     bits: int
@@ -498,11 +501,13 @@ class _Gathered:
                 self._add(cosine, "attention", place)
 
     def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
-        """Return the fidelity report, which compares the measured cache with an exact one.
+        """Return the fidelity report, which compares a low-bit KV cache with an exact one.
 
-        `settings` contains the settings of the measured cache. `merged` has a dictionary for
-        each pair of merged layers, with the numbers of merged and unmerged tokens. The measured
-        cache's method `KVCache.merged` returned `merged` for the last input.
+        `settings` contains the settings of the low-bit cache, the measured cache. The measured
+        cache may merge layers. Two merged layers share directions (unit vectors) of keys or values.
+        `merged` has a dictionary for each pair of merged layers, with the numbers of merged and
+        unmerged tokens. The measured cache's method `KVCache.merged` returned `merged` for the last
+        input.
         """
         whole = {of: torch.cat(parts) for of, parts in self.parts.items()}
         cosines = [found for of, found in whole.items() if of[0] == "attention"]

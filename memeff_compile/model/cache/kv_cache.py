@@ -158,12 +158,12 @@ class KVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **how)
 
     def merged(self) -> list[dict[str, Any]]:
-        """Return one dictionary per pair of merged layers.
+        """Return one dictionary per pair of merged layers, which share directions (unit vectors).
 
-        For older tokens, two merged layers share directions (unit vectors) of values, and of keys
-        unless `values_only` is set. Each layer has its own lengths of the vectors. Older tokens are
-        merged in groups of `group` tokens, a setting of `KVCache`. Some tokens of a merged group
-        may stay unmerged. The call makes the CPU wait for the device, from which the dictionaries'
+        For older tokens, the two layers share directions of values, and of keys unless
+        `values_only` is set. Each layer has its own lengths of the vectors. Older tokens are merged
+        in groups of `group` tokens, a setting of `KVCache`. Some tokens of a merged group may stay
+        unmerged. The call makes the CPU wait for the device, from which the dictionaries'
         numbers are copied.
 
         Each dictionary has these keys:
@@ -414,13 +414,13 @@ def _pair(
     settings: dict[str, Any],
     starts: Starts,
 ) -> None:
-    """Replace pairs of layers in the list `layers` by pairs of merged layers.
+    """Replace pairs of layers in `layers` by merged layers, which share directions (unit vectors).
 
-    The two merged layers of a pair share the directions (unit vectors) of their older tokens' keys
-    and values. With `merge.values_only`, they share only the directions of the values. Two layers
-    form a pair if they are consecutive among the layers that attend to all tokens. A layer with a
-    sliding window that lies between the two layers stays exact. Layers before the start layer of
-    `merge`, and from its end layer on, are not merged.
+    The two merged layers of a pair share the directions of their older tokens' keys and values.
+    With `merge.values_only`, they share only the directions of the values. Two layers form a pair
+    if they are consecutive among the layers that attend to all tokens. A layer with a sliding
+    window that lies between the two layers stays exact. Layers before the start layer of `merge`,
+    and from its end layer on, are not merged.
     """
     rotary = rotary_of(config, len(layers))
     rotated = [

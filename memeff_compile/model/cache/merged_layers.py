@@ -31,10 +31,10 @@ from memeff_compile.model.cache.rotary import angles_of
 
 
 class Pair:
-    """The state that two merged layers of a KV cache share.
+    """The state of two merged layers of a KV cache, which share directions (unit vectors).
 
-    For each merged token and head, the two layers share one direction (unit vector) of their keys
-    and one of their values. Each layer stores the lengths of its own keys and values. New keys and
+    For each merged token and head, the two layers share one direction of their keys and one of
+    their values. Each layer stores the lengths of its own keys and values. New keys and
     values of the lower (earlier) layer may wait in this state. They wait until the upper layer gets
     the same tokens. The upper layer then writes both layers' keys and values.
     """
@@ -60,9 +60,9 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that the two merged layers share, once they are allocated.
+        """Yield the tensors that two merged layers share, once these tensors are allocated.
 
-        Merged layers share directions (unit vectors) of keys and values. With
+        The tensors contain the layers' common directions (unit vectors) of keys and values. With
         `MiniCache(align="heads")`, the result includes the maps, tensors that make the two layers'
         keys and values similar before the merge.
         """
@@ -71,11 +71,11 @@ class Pair:
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return the tensors that two merged layers share.
+        """Return the tensors that two merged layers share, such as directions (unit vectors).
 
         The order is that of the arguments of the op that appends tokens to the cache. For each
-        merged token and head, the tensors contain one direction (unit vector) of both layers' keys,
-        and one of both layers' values."""
+        merged token and head, the tensors contain one direction of both layers' keys, and one of
+        both layers' values."""
         return [getattr(self, name) for name in op_folder.SHARED]
 
     def maps(self) -> list[Tensor]:
@@ -97,11 +97,11 @@ class Pair:
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the error message for an interrupted forward pass.
+        """Return the error message for a forward pass that ended between two merged layers.
 
-        After such a pass, the lower (earlier) of two merged layers has tokens that the upper one
-        never got. Merged layers share directions (unit vectors) of keys or values, so both layers
-        must have the same tokens.
+        Merged layers share directions (unit vectors) of keys or values, so the two layers must have
+        the same tokens. After an interrupted pass, the lower (earlier) layer has tokens that the
+        upper one never got.
         """
         lower, upper = self.numbers
         return (
@@ -125,14 +125,13 @@ class Pair:
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens from the state that two merged layers share.
+        """Remove all tokens from the state of two layers that share directions (unit vectors).
 
-        The two layers share directions (unit vectors) of keys and values. With
-        `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys and
-        values similar. The maps are reset to the identity. `MiniCache(fidelity=...)` may be a
-        result of `fidelity_report` that has rotations and a pairing of heads for these layers. If
-        so, both are then copied to the maps. `starts`, (B, H), contains the position of each
-        sequence's first token.
+        The two layers share directions of keys and values. With `MiniCache(align="heads")`, the
+        state has maps, tensors that make the two layers' keys and values similar. The maps are
+        reset to the identity. `MiniCache(fidelity=...)` may be a result of `fidelity_report` that
+        has rotations and a pairing of heads for these layers. If so, both are then copied to the
+        maps. `starts`, (B, H), contains the position of each sequence's first token.
         """
         self.parked = None
         held: Any = self
@@ -233,9 +232,10 @@ class MergedLayer(CodedLayer):
         self.span = self.pair.span
 
     def _require_alike(self, shape: tuple[int, ...]) -> None:
-        """Raise an error if the two merged layers' keys differ in shape, (batch, heads, depth).
+        """Raise an error if two layers that share directions have keys of different shapes.
 
-        Merged layers share directions (unit vectors) of keys or values.
+        The layers share directions (unit vectors) of keys or values. A shape is (batch, heads,
+        depth).
         """
         if self.pair.shape != shape:
             first, second = self.pair.numbers
@@ -246,11 +246,12 @@ class MergedLayer(CodedLayer):
             )
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Raise an error if rotations from `MiniCache(fidelity=...)` do not fit this model.
+        """Raise an error if rotations for two layers' keys and values do not fit this model.
 
-        For two merged layers, the rotations turn the later layer's keys and values towards those of
-        the earlier layer. The argument `fidelity` is a result of `fidelity_report`, which
-        contains the rotations. Rotations that fit are moved to the device."""
+        The rotations turn the later layer's keys and values towards those of the earlier layer.
+        After the rotations, the two layers share directions (unit vectors). The argument `fidelity`
+        of `MiniCache`, a result of `fidelity_report`, may contain rotations. Rotations that fit are
+        moved to the device."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common
@@ -278,8 +279,8 @@ class MergedLayer(CodedLayer):
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise an error if new keys and values do not match the cache, for example in their dtype.
 
-        Also raise an error if the two merged layers have different tokens, as after an interrupted
-        forward pass. Merged layers share directions (unit vectors) of keys or values."""
+        This layer and another layer share directions (unit vectors) of keys or values. Also raise
+        an error if the two layers have different tokens, as after an interrupted forward pass."""
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
         super().require_like(key_states, value_states)
@@ -310,9 +311,9 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens of the lower (earlier) of two merged layers to the cache.
+        """Write new tokens of the lower (earlier) of two layers that share directions.
 
-        Merged layers share directions (unit vectors) of keys or values. If the call brings one new
+        The layers share directions (unit vectors) of keys or values. If the call brings one new
         token, its key and value are stored exactly. If the call brings several new tokens, these
         tokens wait in `pair.parked` until the upper layer gets them."""
         if key_states.shape[2] != 1:
@@ -356,10 +357,10 @@ class MergedLayer(CodedLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Remove all tokens from the state that two merged layers share.
+        """Remove all tokens from the state of two layers that share directions (unit vectors).
 
-        The two layers share directions (unit vectors) of keys or values. With
-        `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys or
-        values similar. The maps are then fitted again, to the next tokens that arrive."""
+        The two layers share directions of keys or values. With `MiniCache(align="heads")`, the
+        state has maps, tensors that make the two layers' keys or values similar. The maps are then
+        fitted again, to the next tokens that arrive."""
         if self.is_initialized and not self.is_upper and self.pair.shape is not None:
             self.pair.clear(self._first_tokens(*self.k_window.shape[:2]))

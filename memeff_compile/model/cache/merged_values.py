@@ -26,10 +26,10 @@ class ValuesPair(Pair):
     """
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that two merged layers of a KV cache share, once they exist.
+        """Yield the tensors that two merged layers of a KV cache share, once these tensors exist.
 
-        The two layers share directions (unit vectors) of values. The tensors include the maps,
-        which make the two layers' values similar before the merge.
+        The tensors contain the layers' common directions (unit vectors) of values. The tensors
+        include the maps, which make the two layers' values similar before the merge.
         """
         if self.shape is not None:
             for name in (*op_folder.SHARED_VALUES, *op_folder.MAPS):

@@ -122,7 +122,7 @@ class _StandIn:
     numbers."""
 
     module: nn.Module
-    into: tuple[str, ...]  # gate and up, in either order, or one projection to both
+    into: tuple[str, ...]  # gate and up, in either order, or one projection that computes both
     down: str
 
     def is_gated_by(self, name: str) -> bool:
@@ -159,10 +159,12 @@ class _StandIn:
         """Run the MLP's forward with stand-ins for its modules; return the down projection's input.
 
         The field `into` contains the names of the gate and up projections, in either order. The
-        stand-in for the first of them returns `first`, the stand-in for the other `second`. If
-        `into` has only one name, that of a projection to both, its stand-in returns both tensors
-        concatenated. `own` maps names of the MLP's modules to the modules that run under these
-        names. If the forward does not have the expected form, return an empty tensor."""
+        stand-in for the first of them returns `first`, the stand-in for the other `second`. If one
+        projection computes gate and up together, `into` has one name. This projection's stand-in
+        returns `first` and `second` concatenated. `own` maps names of other modules of the MLP,
+        such as the activation function, to the modules that run under these names. All modules
+        without a stand-in or an entry in `own` become the identity. If the forward does not have
+        the expected form, return an empty tensor."""
         end = _Notes()
         parts: dict[str, nn.Module] = {part: nn.Identity() for part in self.module._modules}
         parts |= {**own, self.down: end}

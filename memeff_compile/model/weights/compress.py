@@ -77,8 +77,11 @@ class CompressedWeight:
 
     @property
     def _about(self) -> str:
-        """Return the report's text about a weight; in the report, this text comes after the
-        weight's name and its number of bits.
+        """Return the text that follows this weight's name in the report of `compress_`.
+
+        The text has the weight's shape. If the call of `compress_` compressed the weight, the text
+        also has the codec (compressed format). Otherwise the text has the reason why the weight is
+        unchanged.
         """
         if not self.codec:
             return f"{list(self.shape)}: {self.reason}"
@@ -99,10 +102,11 @@ class CompressedWeight:
 class CompressionReport(VerbReport):
     """The report of `compress_`: which weights were compressed, and which were not.
 
-    In `str()`, weights with equal shapes and codecs (compressed formats) share one line if their
-    names and reasons differ only in numbers. A reason says why a weight is unchanged. Weights that
-    were rounded for example inputs share no line with other weights. `to_json()` has one entry per
-    weight.
+    A weight that `compress_` left unchanged has a reason, a sentence. In `str()`, weights with
+    equal shapes and codecs (compressed formats) share one line if their names and reasons differ
+    only in numbers. With the argument `inputs`, `compress_` may round weights so that their
+    products with these inputs are more precise. The weights that were rounded for `inputs` share
+    no line with other weights. `to_json()` has one entry per weight.
     """
 
     weights: tuple[CompressedWeight, ...]
@@ -140,7 +144,11 @@ class CompressionReport(VerbReport):
         return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return the result for each weight, and the notes, as JSON."""
+        """Return, as JSON, the result of `compress_` for each weight, and notes on its `skip`.
+
+        A weight's result has the codec (compressed format), or the reason why the weight is
+        unchanged. `skip` is an argument of `compress_`: names of modules that stay dense.
+        """
         weights = [asdict(each) for each in self.weights]
         return json.dumps({"weights": weights, "notes": self.notes}, indent=indent)
 
@@ -151,8 +159,9 @@ class CompressionReport(VerbReport):
         The notes are about names in `skip`, an argument of `compress_`. A line has a weight's bits
         per element and codec (compressed format), or the reason why the weight is unchanged.
         Weights with equal shapes and codecs share one line if their names and reasons differ only
-        in numbers. Weights that were rounded for example inputs share no line with other weights.
-        `details` has one line per weight.
+        in numbers. With the argument `inputs`, `compress_` may round weights so that their products
+        with these inputs are more precise. The weights that were rounded for `inputs` share no line
+        with other weights. `details` has one line per weight.
         """
         return self._text(folds=True)
 
@@ -199,10 +208,12 @@ _NUMBER = re.compile(r"\d+")
 def _line(weights: Sequence[CompressedWeight]) -> str:
     """Return one line of the compression report, for one weight or several similar weights.
 
-    Weights with equal shapes and codecs (compressed formats) share a line if their names and
-    reasons differ only in numbers. A reason says why a weight is unchanged. Weights that were
-    rounded for example inputs share no line with other weights. In the longer text that the
-    report's method `details` returns, each weight has its own line."""
+    A weight that `compress_` left unchanged has a reason, a sentence. Weights with equal shapes and
+    codecs (compressed formats) share a line if their names and reasons differ only in numbers. With
+    the argument `inputs`, `compress_` may round weights so that their products with these inputs
+    are more precise. The weights that were rounded for `inputs` share no line with other weights.
+    In the longer text that the report's method `details` returns, each weight has its own line.
+    """
     first = weights[0]
     label = "as it was " if first.before else "dense     "
     if first.codec:
@@ -278,7 +289,8 @@ def compress_(
             on a terminal.
 
     Returns:
-        A report with the result for each weight.
+        A report with the result for each weight. The report's `bits` is the average number of bits
+        per element, over all compressed weights.
 
     Raises:
         OptionError: The codec, mantissa or block does not exist, or `inputs` is empty or has no

@@ -132,7 +132,7 @@ class _Queue:
         return self._head if self._head + count < tail else None
 
     def announce(self, parameters: Sequence[Tensor]) -> None:
-        """Tell this queue that the gradients of all given parameters exist.
+        """Tell this queue of compressed weights that the gradients of all given parameters exist.
 
         The hooks that update these parameters are about to run, one after another. The queue then
         collects the parameters that one kernel launch can update together.
@@ -147,8 +147,9 @@ class _Queue:
                 self._expected = {id(each) for each in coded}
 
     def take(self, weight: CodedWeight, held: list[Tensor], by: Step) -> bool:
-        """Add a weight to those that one kernel launch will update together, if `announce` selected
-        the weight; return whether the weight was added.
+        """Add a compressed weight to those that one kernel launch will update together.
+
+        The weight is added only if `announce` selected it. Return whether the weight was added.
         """
         if id(weight) not in self._expected:
             return False
@@ -168,8 +169,11 @@ class _Queue:
         return True
 
     def _encode(self) -> None:
-        """Update and encode all collected weights in one kernel launch; if memory runs out, the
-        weights remain collected.
+        """Update and encode the compressed weights that `take` has collected.
+
+        Encoding computes the codes (the compressed form) of a weight's new value. Before the
+        update, older values in this queue whose codes did not fit may be encoded again. If memory
+        runs out at this point, the collected weights are kept for the next call.
         """
         with self.lock:
             together = self._together

@@ -216,11 +216,12 @@ def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
 
 
 def _is_worth_reading(node: Node) -> bool:
-    """Return whether the mask reader should apply a rule to a node.
+    """Return whether the mask reader has rules for all ATen ops of a node.
 
-    If no rule exists for a node, the mask's formula contains the node's value as an unknown. The
-    reader then need not visit the nodes from which this node is computed, which may be most of the
-    model.
+    The mask reader turns the nodes that compute an attention mask into a formula. A rule computes
+    the formula of an op's result from the formulas of its operands. If a rule is missing for a
+    node, the mask's formula contains the node's value as an unknown. The reader then need not visit
+    the nodes from which this node is computed, which may be most of the model.
     """
     reading = read(node)
     return reading is not None and all(call.op.overloadpacket in _RULES for call in reading)

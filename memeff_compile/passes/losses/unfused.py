@@ -43,9 +43,9 @@ def unfused_heads(
 ) -> Iterable[Decline]:
     """Yield a Decline for each trained output projection whose loss was not fused.
 
-    A Decline is the reason for no rewrite, which the report shows. The projection must have at
-    least 8,192 classes. `judged` contains the projections and nodes for which a pass has already
-    reported a change or a decline. These projections are skipped.
+    A Decline is the reason for no rewrite, which the compilation report shows. The projection must
+    have at least 8,192 classes. `judged` contains the projections and nodes for which a pass has
+    already reported a change or a decline. These projections are skipped.
     """
     if not info.needs_grad:
         return
@@ -155,8 +155,9 @@ def _answer(info: GraphInfo, reader: HeadReader, head: Head, ends: list[Node]) -
 def _given_in_weight(head: Head, classes: int) -> Decline:
     """Return the reason (a `Decline`) why logits that a graph returns cannot be deferred.
 
-    Deferred logits are computed when first read. The weight of these logits' output projection is
-    computed from a graph input that is neither a parameter nor a buffer.
+    Deferred logits are computed when first read. The output projection that computes the returned
+    logits has a weight that is computed from a graph input. This input is neither a parameter nor a
+    buffer.
     """
     said = f"this graph returns logits over {classes} classes and no loss, and they cannot be "
     said += (
