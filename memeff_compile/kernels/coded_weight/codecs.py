@@ -179,9 +179,10 @@ class Outcome:
         """Start an asynchronous copy to the CPU of the lengths that a weight's tensors need.
 
         The lengths that some tensors of a compressed weight need depend on the weight's value. An
-        example is the list of elements whose exponents have no code. A spill buffer is CPU memory
-        for a value for which one of these tensors is too short. If there is a spill buffer, GPU
-        kernels write the needed lengths to its header. Then this method copies nothing.
+        example is the list of elements whose exponents have no code. If one of these tensors is too
+        short for a weight's new value, the whole value is written to CPU memory, the spill buffer.
+        If there is a spill buffer, GPU kernels write the needed lengths to its header. Then this
+        method copies nothing.
         """
         with on_device(self._needed):
             if self._needed.is_cuda:

@@ -1,8 +1,8 @@
 """The implementation `hopper`: Triton kernels for every product of the output projection, on GPUs
 of compute capability 9.0.
 
-Below, E is the hidden states (N x D) and C the weight (V x D). Their gradients are dE and dC, and
-rows are tokens. The forward pass reduces each tile of logits to a maximum and a sum of exponentials
+Below, E is the hidden states (N x D, one row per token) and C the weight (V x D, one row per class).
+Their gradients are dE and dC. A "row" without a matrix is a row of E, that is, a token. The forward pass reduces each tile of logits to a maximum and a sum of exponentials
 per row, and merges these numbers in a fixed order. The tile that contains a row's target also
 stores the target's logit. No other logit is written to memory.
 

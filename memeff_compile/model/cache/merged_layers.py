@@ -246,12 +246,13 @@ class MergedLayer(CodedLayer):
             )
 
     def _require_common(self, layout: op_folder.Layout, heads: int) -> None:
-        """Raise an error if rotations for two layers' keys and values do not fit this model.
+        """Raise an error if the rotation matrices that align two layers are not of the shape of
+        this model's heads.
 
-        The rotations turn the later layer's keys and values towards those of the earlier layer.
-        After the rotations, the two layers share directions (unit vectors). The argument `fidelity`
-        of `MiniCache`, a result of `fidelity_report`, may contain rotations. Rotations that fit are
-        moved to the device."""
+        The matrices turn the later layer's keys and values towards those of the earlier layer.
+        Then the two layers share directions (unit vectors). The argument `fidelity` of `MiniCache`,
+        a result of `fidelity_report`, may contain such matrices. Matrices that fit are moved to the
+        device."""
         if self.pair.common is None:
             return
         turns, slots = self.pair.common

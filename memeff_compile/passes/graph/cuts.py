@@ -241,11 +241,11 @@ class _Step(NamedTuple):
 
 
 def _announce(given: Sequence[Any], found: Sequence[Any]) -> None:
-    """Register a hook that tells `optim_in_backward` when a graph partition has all its gradients.
+    """Register a hook that says when all gradients of a graph partition are computed.
 
-    `optim_in_backward` updates weights during the backward pass. The hook lets `optim_in_backward`
-    update several weights of the partition in one kernel launch. `given` and `found` are the
-    partition's inputs and results.
+    The function `optim_in_backward`, which updates weights during the backward pass, needs the
+    hook: it updates several weights of the partition in one kernel launch. `given` and `found` are
+    the partition's inputs and results.
     """
     updated = [each for each in given if is_updated_in_backward(each)]
     compat.after_gradients(found, lambda: announce(updated))

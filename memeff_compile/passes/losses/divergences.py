@@ -826,9 +826,10 @@ def _mixed(shares: Mapping[Any, float]) -> Expression | None:
 
 
 def _log_of_sum(left: Expression | None, right: Expression | None) -> Expression | None:
-    """Recognize log(exp(left) + exp(right)).
+    """Return log(exp(left) + exp(right)), if it is the logarithm of a mixture of probabilities.
 
-    `left` and `right` are each the sum of a log-probability and a constant."""
+    For that, `left` and `right` must each be the sum of a log-probability and a constant. In other
+    cases, return None."""
     shares: dict[Any, float] = {}
     for part in (left, right):
         if part is None or part.masks:
