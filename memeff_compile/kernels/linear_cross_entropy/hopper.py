@@ -1,10 +1,11 @@
 """The implementation `hopper`: Triton kernels for every product of the output projection, on GPUs
 of compute capability 9.0.
 
-Below, E is the hidden states (N x D, one row per token) and C the weight (V x D, one row per class).
-Their gradients are dE and dC. A "row" without a matrix is a row of E, that is, a token. The forward pass reduces each tile of logits to a maximum and a sum of exponentials
-per row, and merges these numbers in a fixed order. The tile that contains a row's target also
-stores the target's logit. No other logit is written to memory.
+Below, E is the hidden states (N x D, one row per token) and C the weight (V x D, one row per
+class). Their gradients are dE and dC. A "row" without a matrix is a row of E, that is, a token. The
+forward pass reduces each tile of logits to a maximum and a sum of exponentials per row, and merges
+these numbers in a fixed order. The tile that contains a row's target also stores the target's
+logit. No other logit is written to memory.
 
 The backward pass usually processes blocks of R rows one after another. For each block, the kernels
 compute the logits again and write their gradient, G = dloss/dlogits, in 16 bits for the whole
