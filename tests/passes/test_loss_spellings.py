@@ -518,7 +518,7 @@ def focal(z: Tensor, y: Tensor) -> Tensor:
     ("loss", "codes", "way_out"),
     [
         (mixed_labels, ["prob_targets"], mixed_losses),
-        (focal_of_all_classes, ["logits_reused(exp)"], focal),
+        (focal_of_all_classes, ["unknown_step", "logits_reused(exp)"], focal),
     ],
 )
 def test_what_does_not_fuse_says_why_and_its_way_out_does(
