@@ -310,9 +310,9 @@ def _is_dirty(tile, told):
 def _clear_hidden(memory, told, tile, C: gl.constexpr):
     """Write zeros over those keys or values of a tile that the mask of keys hides from all queries.
 
-    The tile is in shared memory. Hidden numbers may be nan, and 0 times nan is nan. Item 2 of
-    `told` is a pointer to one number per key, which is `HIDDEN` for hidden keys. Every group of
-    warps writes the same numbers, so groups need not wait for each other.
+    The tile is in shared memory. Hidden numbers may be nan, and 0 times nan is nan. The third
+    of the five items of `told` is a pointer to one number per key, which is `HIDDEN` for hidden
+    keys. Every group of warps writes the same numbers, so groups need not wait for each other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     _, _, joint_ids_ptr, _, _ = told
