@@ -458,12 +458,13 @@ class _Replay:
         return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
-        """Return the block (repeated layer) in which a kernel runs, and whether the kernel is
-        outside of blocks.
+        """Return the block (repeated layer) in or after which a kernel runs, and whether the kernel
+        runs after this block, outside of blocks.
 
-        `nodes` are the nodes of the kernel, and `block` is the block that ran last. For a kernel
-        outside of blocks, return `block` and True. For a kernel before the first block, return None
-        instead of a block, and False. Callers treat None as outside of all blocks.
+        `nodes` are the nodes of the kernel, and `block` is the block that ran last, or None before
+        the first block. For a kernel outside of blocks that runs after a block, return `block` and
+        True. For a kernel before the first block, return None and False. Callers treat None as
+        outside of all blocks.
         """
         for node in nodes:
             seen = self._block_of(node)

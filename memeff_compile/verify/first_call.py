@@ -183,9 +183,9 @@ def _to_whom(names: set[str]) -> str:
 
 @contextlib.contextmanager
 def _uncounted(use: LogitsUse | None) -> Iterator[None]:
-    """Undo, at the end of this context, the counts that `use` got inside it.
+    """Reset the counters in `use`, at the end of this context, to their values at its start.
 
-    `use` counts how a graph's deferred logits, which are computed when first read, were used.
+    The counters say how a graph's deferred logits, which are computed when first read, were used.
     """
     before = None if use is None else use.copy()
     try:

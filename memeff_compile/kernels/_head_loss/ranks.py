@@ -190,7 +190,10 @@ def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_counts(counts: Tensor, rows: int) -> None:
-    """Raise an error on every rank if the ranks have different numbers of rows."""
+    """Raise an error on every rank if the ranks have different numbers of rows (tokens).
+
+    `counts` contains each rank's number of rows, and `rows` is this rank's number.
+    """
     same = (counts == rows).all()
     said = "linear_cross_entropy: ranks that share a head have different numbers of rows"
     needed = "Every rank of a tensor-parallel group needs the same batch. Give them the same data."

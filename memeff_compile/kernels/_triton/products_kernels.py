@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Device functions that several ops use: they multiply tiles, and load the rows of one attention
-head.
+"""Device functions that several ops use: they multiply tiles, and load and store rows of one
+attention head.
+
+A row is one token's vector of a head, for example its query, key or value.
 
 With UPCAST, operands are widened to fp32, because Triton's interpreter cannot multiply bf16.
 """

@@ -298,8 +298,9 @@ def _tile_2d(memory, ROWS: gl.constexpr, C: gl.constexpr):
 def _is_dirty(tile, told):
     """Return whether zeros must replace the keys or values that the mask of keys hides in a tile.
 
-    `told` ends with two tile numbers, which `_dirty_tiles` returned. Zeros are needed in all tiles
-    before the first number, and from the second number on.
+    The last two of the five items of `told` are indices of tiles, which `_dirty_tiles` returned.
+    Zeros are needed in all tiles before the first index, and from the second index on. `tile` is
+    the index of the tile.
     """
     _, _, _, clean, dirty = told
     return (tile < clean) | (tile >= dirty)
@@ -309,8 +310,9 @@ def _is_dirty(tile, told):
 def _clear_hidden(memory, told, tile, C: gl.constexpr):
     """Write zeros over those keys or values of a tile that the mask of keys hides from all queries.
 
-    The tile is in shared memory. Hidden numbers may be nan, and 0 times nan is nan. Every group of
-    warps writes the same numbers, so groups need not wait for each other.
+    The tile is in shared memory. Hidden numbers may be nan, and 0 times nan is nan. The third
+    of the five items of `told` is a pointer to one number per key, which is `HIDDEN` for hidden
+    keys. Every group of warps writes the same numbers, so groups need not wait for each other.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     _, _, joint_ids_ptr, _, _ = told

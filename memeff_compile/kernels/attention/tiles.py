@@ -107,12 +107,13 @@ class _Call(Call):
         return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
-        """Return the mask tensor as kernel arguments, with a list of mask tiles for each program.
+        """Return the mask tensor as kernel arguments, with a list of tiles for each program.
 
         A program has its own tile of queries if `ours_are_queries`, otherwise its own tile of keys.
-        The program combines this tile with the tiles in its list. The list leaves out tiles with
-        the code empty (every key is hidden). Without a mask tensor, the function returns
-        placeholders.
+        The program combines its own tile with the tiles in its list: of keys, or of queries. The
+        mask has one code per block of 64 x 64 elements. A pair of the own tile and another tile
+        overlaps one or more of these blocks. The list leaves out the other tile if all these blocks
+        are empty (every key is hidden). Without a mask tensor, the function returns placeholders.
         """
         if self.given.mask is None:
             return none_of(self.q)

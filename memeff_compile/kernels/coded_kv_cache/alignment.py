@@ -118,13 +118,13 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Average the means and products of two layers' keys over the keys' own and later positions.
+    """Replace statistics of two layers' keys by their averages over later positions of the keys.
 
-    At a later position, a rotary embedding rotates the same key further. `angles` are those of the
-    rotary embedding. `maps` contains the mean of each layer's keys. `products` contains the sums
-    over tokens of the upper layer's keys times the lower layer's keys, after subtracting the means.
-    The function replaces these means and products by their averages over positions, from a key's
-    own to `span` positions later.
+    At a later position, a rotary embedding rotates the same key further. Each average is over the
+    positions from a key's own to `span` positions later. The statistics are the mean of each
+    layer's keys, in `maps`, and sums over tokens, in `products`. Each sum adds up the outer
+    products of the upper layer's keys and the lower layer's keys, after subtracting the means.
+    `count` is the number of these tokens, and `angles` are those of the rotary embedding.
     """
     kind = products.dtype
     lower, upper = (x[:, :, 0].to(kind) for x in (maps.lower_means, maps.upper_means))

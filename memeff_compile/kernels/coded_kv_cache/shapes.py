@@ -41,9 +41,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
     head dimension, and `bits` the number of bits of a key's or value's code. `repeat` is the number
     of query heads per key-value head. On Hopper, some tensor-core instructions are for one warp,
     others for a group of four warps. Programs with one or two warps, or with tiles for 8 query
-    heads, use those for one warp. For tiles for 16 query heads, Triton's instructions for four
-    warps gave wrong results. The returned sizes were the fastest on an H200, in
-    `benchmarks/ops/coded_kv.py --part sweep`.
+    heads, use those for one warp. With tiles for 16 query heads, Triton's instructions for four
+    warps gave wrong results. For tiles with space for more than 8 query heads, the result has two
+    warps. So the programs of these tiles use the instructions for one warp. The returned sizes were
+    the fastest on an H200, in `benchmarks/ops/coded_kv.py --part sweep`.
     """
     if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)

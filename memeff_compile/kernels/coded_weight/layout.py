@@ -1,9 +1,10 @@
-"""Describe into which tensors each codec splits a bf16 weight, and name these tensors.
+"""Describe into which tensors each codec (compressed format) splits a bf16 weight tensor.
 
-A weight is read in row-major order as a flat array of 16-bit patterns. The array is padded with
-zeros to a whole number of chunks (blocks of fixed size). Every codec stores the sign and mantissa
-of each pattern as one byte, and encodes the exponent. A kernel rebuilds two neighbouring weights at
-once, in one 32-bit word. So all codecs use the following order inside a group of 256 weights:
+The module also names these tensors. A weight tensor is read in row-major order as a flat array of
+16-bit patterns. The array is padded with zeros to a whole number of chunks (blocks of fixed size).
+Every codec stores the sign and mantissa of each pattern as one byte, and encodes the exponent. A
+kernel rebuilds two neighbouring weights at once, in one 32-bit word. So all codecs use the
+following order inside a group of 256 weights:
 
     group[64 * q + 2 * j + h] is weight h (0 or 1) of pair q (0 to 3) of thread j (0 to 31)
 

@@ -552,8 +552,9 @@ def _half_operand(
 
     A group is 256 neighbouring weights of a row. The two halves of a group alternate every 32
     columns: the first half has columns 0 to 31, 64 to 95, and so on. With STEP 0, the function
-    decodes the first 64 columns of the half, with STEP 1 the others. The columns are in the order
-    in which `_coded_weight_win4_order_kernel` writes the columns of x.
+    decodes the first 64 columns of the half, with STEP 1 the others. In each 32 columns, the 16
+    pairs of neighbouring columns are transposed like a 4 x 4 matrix. The columns of x, the layer's
+    input, are in the same order: `_coded_weight_win4_order_kernel` writes them so.
     """
     pair = _pair(codes, fields, 2 * STEP, C.FIELD)
     other = _pair(codes, fields, 2 * STEP + 1, C.FIELD)

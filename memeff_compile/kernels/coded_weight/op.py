@@ -129,14 +129,17 @@ def encode_soon(
     """Encode a new value of a weight into the weight's coded tensors, `parts`. Return whether the
     value's codes fitted.
 
-    If the value did not fit, the contents of `parts` are invalid, and the caller must allocate new
-    tensors. On a GPU, the codecs (compressed formats) `win4` and `tier` do not make the CPU wait.
-    These codecs return an `Outcome`, which tells later whether the value fitted. Do not read the
-    coded tensors before `Outcome.fits` has returned True. The argument `refuge` is a spill buffer:
-    CPU memory that receives a value whose codes do not fit into `parts`. Without a spill buffer,
-    the caller must keep the dense value until `Outcome.fits` has returned True. If `Outcome.fits`
-    returns False, the caller must encode the dense value again. A lossy codec raises an error for
-    values that are not finite.
+    A codec is a compressed format. If the value did not fit, the contents of `parts` are invalid,
+    and the caller must allocate new tensors. The lossless bf16 codecs `win4` and `tier` do not make
+    the CPU wait for the GPU. With these two codecs on a GPU, the function returns an `Outcome`,
+    which tells later whether the value fitted. All other codecs make the CPU wait: `rans`, the
+    lossy modes, and the modes `:fp32` and `:fp16`. The result is then True or False.
+
+    Do not read the coded tensors before `Outcome.fits` has returned True. The argument `refuge` is
+    a spill buffer: CPU memory that receives a value whose codes do not fit into `parts`. Without a
+    spill buffer, the caller must keep the dense value until `Outcome.fits` has returned True. If
+    `Outcome.fits` returns False, the caller must encode the dense value again. A lossy codec raises
+    an error for values that are not finite.
     """
     form = parse(codec)
     if form.dtype != "bf16":

@@ -158,11 +158,11 @@ _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
 
 def encode_win4(patterns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Encode each exponent of a weight in 4 bits.
+    """Encode the exponent of each element of a weight in 4 bits.
 
-    Return the tensors that encode the weight, except the tensor of signs and mantissas. Code 0
-    means a zero of either sign. A weight whose exponent is outside of the window (the range of
-    exponents that have codes) is stored whole, as a patch.
+    Return the tensors that encode the weight, except the tensor of signs and mantissas. A nonzero
+    element whose exponent is outside of the window (the range of exponents that have codes) is
+    stored whole, as a patch. Code 0 means a zero of either sign, or a patch.
     """
     header = win4_header(counts)
     codes, patches = [], []
@@ -194,7 +194,7 @@ _TIER_SHIFTS = [2 * place for place in range(16)]
 
 def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the codes of each exponent in three windows (ranges of exponents that have codes), and
-    whether the weight is stored whole (a patch).
+    whether the element with this exponent is stored whole (a patch).
 
     Code 3 in the first or the second window means that the exponent has no code in that window.
     Then the code in the next window applies. Code 15 in the last window means exponent 0.

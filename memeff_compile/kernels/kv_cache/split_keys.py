@@ -37,10 +37,11 @@ class Plan:
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
-    """Return the launch parameters for the sizes (B, H, M, N, D). The parameters do not depend on
-    the number of filled positions.
+    """Return the launch parameters of attention over a KV cache.
 
-    Without a GPU, this function returns the parameters for an H200.
+    `sizes` contains five numbers: sequences, query heads, queries per sequence, positions of the
+    cache, and the head dimension. The launch parameters do not depend on how many positions are
+    filled. Without a GPU, this function returns the parameters for an H200.
     """
     batch, heads, queries, keys, depth = sizes
     count = queries * (heads // kv_heads)

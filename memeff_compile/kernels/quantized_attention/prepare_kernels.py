@@ -108,8 +108,8 @@ def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
 
 @triton.jit
 def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
-    """Write the mean over a block of queries for each channel, and the sum of squared differences
-    from that mean."""
+    """Write two numbers for each channel: the mean over a block of queries, and the sum of squared
+    differences from that mean."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
@@ -122,7 +122,7 @@ def _average_queries(q, mean_ptr, block, queries, C: tl.constexpr):
 
 @triton.jit
 def _sample_queries(q, sample_ptr, scale, block, queries, C: tl.constexpr):
-    """Write the sum over a block of queries for each channel, and the sum of squares.
+    """Write two numbers for each channel: the sum and the sum of squares over a block of queries.
 
     The queries are multiplied by `scale` first.
     """

@@ -63,12 +63,12 @@ def repack(packed: Tensor) -> Tensor:
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Rearrange the int8 codes (quantised inputs) of M tokens into four planes: from (M, K) to (M,
-    4, 4 * words).
+    """Rearrange the int8 codes (quantised inputs) of M tokens, (M, K), into four planes per token.
 
     Each byte of packed weights has four 2-bit fields. Plane j contains the codes that are
-    multiplied by field j. Here, words is the number of 32-bit words in a row of packed weights.
-    Columns after K are zero.
+    multiplied by field j. A row of packed weights has `words` 32-bit words of 16 fields each. If
+    the K codes of a token are fewer than `16 * words`, zeros follow them before the rearrangement.
+    The result is (M, 4, 4 * words).
     """
     rows, columns = codes.shape
     words = words_for(columns)

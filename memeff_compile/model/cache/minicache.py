@@ -195,8 +195,8 @@ class MiniCache:
         token that stays unmerged, each layer stores its own key and value. `tokens` is the length
         of the cache. Tokens can be merged when they leave the memory for the latest tokens. The
         result does not count the latest tokens, or a sequence's first `keep_first` tokens. With the
-        default settings, 328 unmerged tokens fit into a cache with a length of 32768. If
-        `values_only` is set, the result is not used.
+        default settings, 328 unmerged tokens fit into a cache with a length of 32768. With the
+        setting `values_only` of `MiniCache`, only values are merged, and the result has no effect.
         """
         return math.ceil(self.retained * tokens)
 

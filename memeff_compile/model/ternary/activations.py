@@ -83,9 +83,10 @@ class _Notes(nn.Module):
 def gated_mlp(path: str, module: nn.Module, roles: Mapping[str, str]) -> GatedMLP:
     """Find the activation function of a module that may be a gated MLP.
 
-    The squared ReLU, relu(x) ** 2, can replace the function that is returned. If no function can be
-    replaced, the field `why` of the result gives the reason. `roles` maps the names of the module's
-    linear layers to their roles: "gate or up", or "down".
+    The result's field `name` names the activation function. The squared ReLU, relu(x) ** 2, can
+    replace this function. If no function can be replaced, `name` is empty, and the field `why`
+    gives the reason. `roles` maps the names of the module's linear layers to their roles: "gate or
+    up", or "down".
     """
     kind = type(module).__name__
     into = [name for name, role in roles.items() if role == "gate or up"]

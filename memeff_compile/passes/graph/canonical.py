@@ -353,8 +353,11 @@ def _dropout(node: Node, args: _Args, kwargs: _Kwargs) -> Reading:
 
 
 def _activation(packet: OpOverloadPacket) -> _Reader:
-    """Return a function that represents `F.silu(x, inplace=False)` as the ATen op, which has no
-    argument `inplace`."""
+    """Return a function that represents a call of an activation function as a call of its ATen op.
+
+    An example is `F.silu(x, inplace=False)`. `packet` is the ATen op, here `aten.silu`. The ATen op
+    has no argument `inplace`.
+    """
     return lambda node, args, kwargs: (
         bind(packet.default, (_by_name(["input", "inplace"], 1, args, kwargs)["input"],), {}),
     )
