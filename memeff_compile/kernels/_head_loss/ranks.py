@@ -61,11 +61,12 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank's logits, and two masks of rows.
+        """Return target columns in this rank's logits, and two masks: rows with targets on this
+        rank, rows with targets on another rank.
 
-        The masks mark the rows whose target this rank has, and the rows whose target another rank
-        has. If another rank has a row's target, the row gets an arbitrary column. The row is not
-        ignored, but the logit of that column is not used.
+        Rows whose target is `ignore_index` are in neither mask. A row whose target is on another
+        rank gets an arbitrary column. The row is not ignored, but the logit of that column is not
+        used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:
