@@ -179,12 +179,12 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's (token's) target as a column of this rank's logits, and two masks of rows.
+    """Return target columns in this rank's logits, and two masks: rows with targets on this rank,
+    rows with targets on another rank.
 
-    The ranks split the classes of an output projection. If another rank has a row's target, the
-    first result contains an arbitrary column of this rank. For an ignored row, the first result
-    contains `IGNORED`. The masks mark the rows whose target this rank has, and the rows whose
-    target another rank has.
+    A row is one token. The ranks split the classes of an output projection. If another rank has a
+    row's target, the first result contains an arbitrary column of this rank. For an ignored row,
+    the first result contains `IGNORED`.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere
