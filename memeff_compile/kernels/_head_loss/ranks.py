@@ -64,9 +64,9 @@ class Shard(NamedTuple):
         """Return target columns in this rank's logits, and two masks: rows with targets on this
         rank, rows with targets on another rank.
 
-        Rows whose target is `ignore_index` are in neither mask. A row whose target is on another
-        rank gets an arbitrary column. The row is not ignored, but the logit of that column is not
-        used.
+        A row is one token. The ranks split the classes of an output projection. Rows whose target
+        is `ignore_index` are in neither mask. A row whose target is on another rank gets an
+        arbitrary column. The row is not ignored, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:

@@ -162,9 +162,10 @@ def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexp
     """Return each query's first and last visible key and joint id, whether visible keys have gaps,
     and a pointer.
 
-    For a tile of keys instead of queries, the first two results are the first and the last query
-    that sees each key. The joint id combines the mask of keys and the sequence ids. The joint ids
-    of a query and a key are equal if neither the mask of keys nor the sequence ids hide the key.
+    A tile may have keys instead of queries. Then the first two results are, for each key, the first
+    and the last query that sees the key. The joint id combines the mask of keys and the sequence
+    ids. The joint ids of a query and a key are equal if neither the mask of keys nor the sequence
+    ids hide the key.
 
     The fourth result tells whether a position of the tile sees positions with gaps between them.
     For a tile of queries, the pointer points to the joint ids of the sequence's keys. For a tile of

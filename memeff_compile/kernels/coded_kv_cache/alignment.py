@@ -118,8 +118,8 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Average two layers' mean keys, and the products of their keys, over the keys' own and `span`
-    later positions.
+    """Average two layers' mean keys, and the products of their keys, over positions: from the keys'
+    own to `span` positions later.
 
     At a later position, a rotary embedding rotates the same key further. `angles` are those of the
     rotary embedding. `maps` contains the mean of each layer's keys. `products` contains the sums

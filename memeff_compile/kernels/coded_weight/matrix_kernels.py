@@ -61,7 +61,7 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Spread eight weights' sign and mantissa bits over the two halves of the returned word.
+    """Spread the sign and mantissa bits of eight weights over the two halves of a 32-bit word.
 
     `word` contains FIELD bits for each weight of four pairs of neighbouring weights. The lower bits
     of `word` belong to the first weights of the pairs, the upper bits to the second weights. In the
@@ -570,7 +570,7 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return the bf16 factors that multiply the rows' blocks of weights, each twice in a word.
+    """Return the bf16 factors that multiply the rows' blocks, each twice in a 32-bit word.
 
     A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
     factor is 2^base times the normaliser (scale) of a row's block of weights. `power` contains

@@ -181,7 +181,7 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Spread eight weights' sign and mantissa bits over the two halves of the returned word.
+    """Spread the sign and mantissa bits of eight weights over the two halves of a 32-bit word.
 
     `word` contains FIELD bits for each weight of four pairs of neighbouring weights. The lower bits
     of `word` belong to the first weights of the pairs, the upper bits to the second weights. In the
@@ -340,7 +340,7 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write `needed`, a coded tensor's length, to a spill buffer's header, as two 16-bit words.
+    """Write the needed length of a coded tensor to a spill buffer's header, as two 16-bit words.
 
     A compressed weight has coded tensors whose needed lengths depend on the weight's values.
     `needed` is the length that one of these tensors needs. The two words are entry number `place`

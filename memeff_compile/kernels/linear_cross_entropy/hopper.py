@@ -404,7 +404,7 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Compute one block of rows' (tokens') contributions to the gradients of hidden states,
+        """Compute what one block of rows (tokens) contributes to the gradients of hidden states,
         weight and bias.
 
         The block's matrix X is the logits' gradient up to a factor per row. The method writes the

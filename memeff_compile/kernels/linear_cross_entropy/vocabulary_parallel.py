@@ -107,7 +107,8 @@ class Part(NamedTuple):
         """Return target columns in this rank's logits, and two masks: rows with targets on this
         rank, rows with targets on another rank.
 
-        Rows with an ignored target are in neither mask.
+        A row is one token. The ranks split the classes of an output projection. Rows with an
+        ignored target are in neither mask.
         """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 
