@@ -205,7 +205,7 @@ class Recorder:
         return recording
 
     def _stop(self, why: str) -> None:
-        """Run the decoding step without a CUDA graph, and record no graph in later calls."""
+        """Discard all CUDA graphs. Later calls run the decoding step without, and record none."""
         self._is_stopped, self._use.stopped = True, why
         self._waiting.clear()
         self._recordings.clear()

@@ -104,11 +104,11 @@ def compiled_module() -> torch.nn.Module | None:
 
 
 def _calling_modules() -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return two lists of modules whose `forward` is running around the current call, each list
-    with the innermost module first.
+    """Return the compiled modules, and the other modules, whose `forward` is running around the
+    current call.
 
-    The first list has the compiled modules. The second list has the other modules, without those
-    that run inside a compiled module.
+    The second list leaves out modules that run inside a compiled module. Each list has the
+    innermost module first.
     """
     from torch._dynamo import eval_frame
 

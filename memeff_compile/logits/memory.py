@@ -58,10 +58,10 @@ class Part(Protocol):
 
 
 class Statistics(NamedTuple):
-    """The log-sum-exp, and optionally the sum, of the logits of each row (token) in one view.
+    """The log-sum-exp, and optionally the sum, of each row (token) of one view of a logits tensor.
 
     A view, such as `logits[:, -1]`, shares the memory of the whole logits. The field `place`
-    contains its size, strides and offset.
+    contains the view's size, strides and offset.
     """
 
     place: Place
@@ -171,12 +171,12 @@ class Memory:
     def snapshot(
         self, view: Part, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:
-        """Return a function without arguments. When called, the returned function applies
-        `function` to the values that `view` has at that time, and returns a new tensor.
+        """Return a function that later applies `function` to the values that `view` then has, and
+        returns a new tensor.
 
-        The returned function does not keep this `Memory`, which stores the logits' values, alive.
-        It returns None if the values are not computed at the time of its call, or if user code may
-        have written to the values.
+        The returned function has no arguments. It does not keep this `Memory`, which stores the
+        logits' values, alive. It returns None if the values are not computed at the time of its
+        call, or if user code may have written to the values.
         """
         reference, origin, place = weakref.ref(self), self.origin, view.place
         is_inference = self.source.is_inference

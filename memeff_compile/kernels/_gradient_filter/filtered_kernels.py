@@ -537,14 +537,14 @@ def _gradient_filter_list_kernel(
     starts,  # stride of group_start
     BLOCK: tl.constexpr,
 ):
-    """Write two lists of the tiles of classes that are kept for groups of rows (tokens).
+    """List the kept tiles of classes of each group of rows (tokens), and the groups that keep each
+    tile.
 
-    Each list is for one of two matrix products. The gradient filter drops unlikely classes. A tile
-    is kept for a group of rows if the filter keeps at least one of the tile's classes. In the list
-    for the product with the weight, all tiles that the filter keeps for the same group of rows are
-    adjacent. The product with the hidden states needs, for each tile of classes, the groups of rows
-    for which the filter keeps the tile. The kernels process the tiles of classes in several passes.
-    A program lists, for one pass, the tiles of one group of rows.
+    The gradient filter drops unlikely classes. A group of rows keeps a tile if the filter keeps at
+    least one of the tile's classes for the group. The product with the weight uses the first list,
+    in which the tiles of a group are adjacent. The product with the hidden states uses the second
+    list. The kernels process the tiles of classes in several passes. A program lists, for one pass,
+    the tiles of one group of rows.
     """
     group = tl.program_id(0)
     groups = tl.num_programs(0)

@@ -132,10 +132,10 @@ def filter_rows(rows: int, tile: int) -> int:
 
 
 def filter_fixed_bytes(height: Any, groups: Any, depth: int, vocab: int, sums: Any) -> Any:
-    """Return the bytes of a loop's buffers, except the buffer of the logits' gradients.
+    """Return the bytes of buffers for a loss's filtered gradients, except the logits' gradients.
 
-    The loop runs over blocks of rows (tokens), and computes a loss's gradients under a gradient
-    filter. The filter drops unlikely classes from the gradients. The counted buffers contain:
+    A gradient filter drops unlikely classes from the gradients. The loss computes its gradients in
+    a loop over blocks of rows (tokens). The counted buffers contain:
 
     - the classes' scores: sums or maxima of their probabilities in each group of rows;
     - for each class, a word with a bit per group of rows, and the sorted order of these words;

@@ -61,11 +61,12 @@ class Shard(NamedTuple):
         )
 
     def columns_of(self, target: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank's logits, and two masks of rows.
+        """Return target columns in this rank's logits, and two masks: rows with targets on this
+        rank, rows with targets on another rank.
 
-        The masks mark the rows whose target this rank has, and the rows whose target another rank
-        has. If another rank has a row's target, the row gets an arbitrary column. The row is not
-        ignored, but the logit of that column is not used.
+        A row is one token. The ranks split the classes of an output projection. Rows whose target
+        is `ignore_index` are in neither mask. A row whose target is on another rank gets an
+        arbitrary column. The row is not ignored, but the logit of that column is not used.
         """
         here = (target >= self.first) & (target < self.first + self.columns)
         if ignore_index is None:
@@ -178,12 +179,12 @@ def counted_first(target: Tensor) -> Tensor:
 
 
 def own_columns(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's (token's) target as a column of this rank's logits, and two masks of rows.
+    """Return target columns in this rank's logits, and two masks: rows with targets on this rank,
+    rows with targets on another rank.
 
-    The ranks split the classes of an output projection. If another rank has a row's target, the
-    first result contains an arbitrary column of this rank. For an ignored row, the first result
-    contains `IGNORED`. The masks mark the rows whose target this rank has, and the rows whose
-    target another rank has.
+    A row is one token. The ranks split the classes of an output projection. If another rank has a
+    row's target, the first result contains an arbitrary column of this rank. For an ignored row,
+    the first result contains `IGNORED`.
     """
     here, elsewhere = target >= 0, target <= ELSEWHERE
     return torch.where(elsewhere, ELSEWHERE - target, target), here, elsewhere

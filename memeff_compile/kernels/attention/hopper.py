@@ -104,11 +104,11 @@ def is_faster(call: Call) -> bool:
 
 
 def has_measured_tables(call: Call) -> bool:
-    """Return whether calls like this one, with sequence ids or a mask of keys, were timed.
+    """Return whether a call with sequence ids or a mask of keys resembles the benchmarked calls.
 
-    Only self-attention was timed, within this module's limits on heads, head dimensions, lengths,
-    masks and Triton versions. The forward pass of such calls was compared with float64 and timed on
-    a GPU.
+    Only self-attention was benchmarked, within this module's limits on heads, head dimensions,
+    lengths, masks and Triton versions. The forward pass of such calls was compared with float64 and
+    timed on a GPU.
     """
     batch, heads, _, queries, keys, depth = call.sizes
     positions = batch * queries
@@ -125,7 +125,7 @@ def has_measured_tables(call: Call) -> bool:
 
 
 def _has_measured_masks(call: Call) -> bool:
-    """Return whether the masks of a call are like those of a call that was timed.
+    """Return whether the masks of a call are like those of a benchmarked call.
 
     For head dimensions of at least `MEASURED` (96), three kinds of calls were timed: with a mask of
     keys, with sequence ids, and with both. Each kind was timed with a causal mask, with a causal

@@ -138,14 +138,15 @@ def _sorted_tile(turn, ranges_ptr, rows, heads, tiles, width):
 def _sequence_of(
     ranges_ptr, batches, batch, tiles, others, OURS: gl.constexpr, OTHERS: gl.constexpr
 ):
-    """Return two pointers into the table that `ranges.find` made.
+    """Return pointers into a table of visible keys: to one sequence's part, and to the flags of all
+    sequences.
 
-    Each query and each key has a joint id, which combines the mask of keys and the sequence ids in
-    one number. The joint ids of a query and a key are equal if neither the mask of keys nor the
-    sequence ids hide the key. The first pointer points to a sequence's part of the table. In the
-    table for a kernel with tiles of queries, each query has three numbers: its first and its last
-    visible key, and its joint id. Each key has its joint id. In the table for a kernel with tiles
-    of keys, queries and keys change roles.
+    The function `ranges.find` made the table. Each query and each key has a joint id, which
+    combines the mask of keys and the sequence ids in one number. The joint ids of a query and a key
+    are equal if neither the mask of keys nor the sequence ids hide the key. The first pointer
+    points to a sequence's part of the table. In the table for a kernel with tiles of queries, each
+    query has three numbers: its first and its last visible key, and its joint id. Each key has its
+    joint id. In the table for a kernel with tiles of keys, queries and keys change roles.
 
     The second pointer points to one flag for each sequence and key head. A flag tells whether keys
     or values that the mask of keys hides are nan or infinite. `others` is the number of the
@@ -158,16 +159,17 @@ def _sequence_of(
 
 @gluon.jit
 def _ranges_of(ranges_ptr, own_ptr, batch, tile, tiles, place, OURS: gl.constexpr):
-    """Return three numbers for each position of a tile of queries or keys, and two more results.
+    """Return each query's first and last visible key and joint id, whether visible keys have gaps,
+    and a pointer.
 
-    For a query, the first two numbers are the first and the last key that it sees. For a key, they
-    are the first and the last query that sees the key. The third number, the joint id, combines the
-    mask of keys and the sequence ids. The joint ids of a query and a key are equal if neither the
-    mask of keys nor the sequence ids hide the key.
+    A tile may have keys instead of queries. Then the first two results are, for each key, the first
+    and the last query that sees the key. The joint id combines the mask of keys and the sequence
+    ids. The joint ids of a query and a key are equal if neither the mask of keys nor the sequence
+    ids hide the key.
 
     The fourth result tells whether a position of the tile sees positions with gaps between them.
-    For a tile of queries, the last result is a pointer to the joint ids of the sequence's keys. For
-    a tile of keys, the last result is a pointer to the joint ids of the sequence's queries.
+    For a tile of queries, the pointer points to the joint ids of the sequence's keys. For a tile of
+    keys, the pointer points to the joint ids of the sequence's queries.
     """
     padded = tiles * OURS
     low = gl.load(own_ptr + place)

@@ -84,10 +84,10 @@ def _ends(found, start, stop):
 def _joint_ids_of(
     place, length, ids_ptr, tables, batch, keys, ARE_KEYS: tl.constexpr, C: tl.constexpr
 ):
-    """Return one int32 number, the joint id, for each given query or key.
+    """Return joint ids: int32 numbers that combine the mask of keys and the sequence ids.
 
-    A joint id combines the mask of keys and the sequence ids. The joint ids of a query and a key
-    are equal if neither the mask of keys nor the sequence ids hide the key.
+    Each given query or key has one joint id. The joint ids of a query and a key are equal if
+    neither the mask of keys nor the sequence ids hide the key.
     """
     is_inside = place < length
     joint_id = tl.zeros_like(place)

@@ -47,10 +47,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
-    """Return raw scores of queries and keys, computed from their products.
+    """Return raw scores: attention scores before the mask, up to a constant factor.
 
-    If the mask is a bias, a raw score is the product times `inner`, the scale of attention scores.
-    With neither a bias nor a softcap, a raw score is the product times the sign of this scale.
+    `product` contains the products of queries and keys. If the mask is a bias, a raw score is the
+    product times `inner`, the scale of attention scores. With neither a bias nor a softcap, a raw
+    score is the product times the sign of this scale.
 
     No call has both a bias and a softcap. With a softcap, `inner` is the scale's absolute value
     divided by the softcap. A raw score is then the tanh of product * sign * `inner`, with an error

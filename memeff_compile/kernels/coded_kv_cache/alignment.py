@@ -118,11 +118,11 @@ def fit(
 
 
 def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: int) -> None:
-    """Replace statistics of two layers' keys by their averages over later positions of the keys.
+    """Average two layers' mean keys, and sums of products of their keys, over positions from the
+    keys' own to `span` positions later.
 
-    At a later position, a rotary embedding rotates the same key further. Each average is over the
-    positions from a key's own to `span` positions later. The statistics are the mean of each
-    layer's keys, in `maps`, and sums over tokens, in `products`. Each sum adds up the outer
+    At a later position, a rotary embedding rotates the same key further. The averages replace each
+    layer's mean key, in `maps`, and the sums over tokens, in `products`. Each sum adds up the outer
     products of the upper layer's keys and the lower layer's keys, after subtracting the means.
     `count` is the number of these tokens, and `angles` are those of the rotary embedding.
     """
@@ -141,7 +141,8 @@ def _spread(maps: Maps, products: Tensor, count: Tensor, angles: Tensor, span: i
 
 
 def common(rows: Sequence[Tensor], counted: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return two cache layers' matching heads, and sums of products of the layers' keys or values.
+    """Return the pairs of similar heads of two cache layers, and sums of outer products of their
+    keys and of their values.
 
     To align two layers, lower and upper, the upper layer's rows are rotated towards those of the
     lower layer. A row is the key or the value of one token in one attention head. Each head of the
@@ -223,11 +224,11 @@ def in_order(x: Tensor, heads: Tensor) -> Tensor:
 
 
 def upper_heads(maps: Maps) -> Tensor:
-    """Return the upper layer's matching head for each head of the lower layer, (B, H).
+    """Return, for each head of the lower of two layers, the index of the upper layer's head paired
+    with it, (B, H).
 
-    A KV cache merges two layers, lower and upper: each head's keys and values, or only its values,
-    with those of the matching head. `maps.slots` contains the reverse: the lower layer's head for
-    each head of the upper layer.
+    A KV cache merges the keys and values, or only the values, of two paired heads. `maps.slots`
+    contains the reverse: the lower layer's head for each head of the upper layer.
     """
     heads: Tensor = maps.slots.argsort(1)
     return heads
@@ -276,14 +277,14 @@ def restored(
     # of the layer, as the ops take them: means (B, H, D), turns (B, H, D, D), slots (B, H)
     maps: Sequence[Tensor | None],
 ) -> Tensor:
-    """Compute a layer's keys or values from aligned rows, and put the heads into the layer's own
-    order.
+    """Invert the alignment of one layer's keys or values with another layer's, and restore the
+    layer's order of heads.
 
     Two layers of a KV cache, lower and upper, are aligned with each other. A row is one token's key
     or value in one head. An aligned row is a row minus a mean. In the upper layer, the difference
     is also rotated towards the lower layer's rows. The aligned rows of an upper layer's head stand
-    at the head's slot: the index of the lower layer's matching head. The function inverts
-    `aligned`: it rotates the rows back and adds the means.
+    at the head's slot: the index of the lower layer's matching head. The function rotates the rows
+    back and adds the means.
     """
     means, turns, slots = maps
     kind = rows.dtype
@@ -307,7 +308,7 @@ def _spans(x: Tensor) -> list[slice]:
 
 
 def _likeness(rows: Sequence[Tensor], counted: Tensor, means: Tensor) -> Tensor:
-    """Return a similarity (B, H, H) between each head of the upper and each of the lower layer.
+    """Return how similar each head of an upper and each head of a lower layer are, (B, H, H).
 
     The function `matched` uses the similarities to pair the heads of two layers of a KV cache. The
     keys (or values) of one head, minus their mean, form a matrix with one row per token. For two

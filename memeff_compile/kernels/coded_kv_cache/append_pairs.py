@@ -61,7 +61,8 @@ def append_pair(
     limit: int,  # tokens that the cache holds
     settings: Merging,  # how rows are merged
 ) -> None:
-    """Append new tokens to the caches of two merged layers, and merge groups of older tokens.
+    """Append new tokens to the caches of two layers, and merge the two layers' keys and values of
+    groups of older tokens.
 
     Merging replaces the keys of a token in the two layers by one shared direction (unit vector) and
     two lengths. The token's two values are merged in the same way. The latest tokens stay unmerged

@@ -119,9 +119,9 @@ def _factors(cosine, m, n, t, RULE: tl.constexpr):
 
 @triton.jit
 def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
-    """Return some channels of the directions (unit vectors) that two merged layers share.
+    """Return some channels of the unit vectors that replace the keys, or the values, of two layers.
 
-    For a merged token's keys in two layers, the cache stores one direction. The direction is `a`
+    For a merged token's keys in two layers, the cache stores one unit vector, the direction: `a`
     times the lower layer's key plus `b` times the upper layer's key. Values are treated likewise.
     `column` contains the indices of the channels. The result is (tokens, channels) for keys and
     (channels, tokens) for values.

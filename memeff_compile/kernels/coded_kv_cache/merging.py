@@ -134,7 +134,8 @@ def kept_rows(
 
 
 def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
-    """Return the factor that turns a vector shared by two layers back into one layer's row.
+    """Return the factors that turn vectors shared by two layers back into one layer's keys or
+    values.
 
     A row, of `x`, is the key or value of one token and head in one layer. The shared vector
     `decoded`, (..., D), is a direction of about length one, decoded from codes. The restored row is

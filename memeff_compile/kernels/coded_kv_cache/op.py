@@ -265,12 +265,12 @@ def _maps_of(args: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def _unlike_maps(window: Tensor, maps: Sequence[Tensor | None]) -> str | None:
-    """Return a sentence that says why `maps` do not fit a layer's cache, or None if they fit.
+    """Return why `maps`, a layer's means, rotations and matching heads, do not fit the layer's
+    cache, or None if they fit.
 
-    `maps` are the means, rotation matrices and indices of matching heads that make the keys and
-    values, or only the values, of this layer and another layer similar. The function checks the
-    shapes, dtypes, devices and memory layout of the maps. It also checks which maps are passed
-    together.
+    The maps make the keys and values, or only the values, of this layer and another layer similar.
+    The function checks the shapes, dtypes, devices and memory layout of the maps. It also checks
+    which maps are passed together.
     """
     batch, heads, _, depth = window.shape
     means, turns, slots = maps

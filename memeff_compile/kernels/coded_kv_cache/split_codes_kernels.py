@@ -746,11 +746,12 @@ def _coded_kv_cache_split_codes_combine_turned_kernel(
     AT_ONCE: tl.constexpr,  # rows that one program rotates by the same map
     KINDS: tl.constexpr,  # of which the last are values
 ):
-    """Combine partial attention results of the upper one of two layers whose values are merged.
+    """Combine partial attention results of the upper of two layers that share unit vectors of
+    values.
 
-    The two layers' values of a merged token share one direction (a unit vector). Before merging, a
-    linear map (a mean and a rotation) made the upper layer's values similar to the lower layer's
-    values. In the part that comes from merged tokens, also invert this map. Other tokens are stored
+    The two layers share one unit vector for the values of a merged token. Before merging, a linear
+    map (a mean and a rotation) made the upper layer's values similar to the lower layer's values.
+    In the part that comes from merged tokens, also invert this map. Other tokens are stored
     exactly.
     """
     merged, exact, repeat, stat_count = sizes

@@ -123,10 +123,10 @@ HEADING = 8
 
 
 def sheltered(count: int) -> int:
-    """Return the length of a spill buffer for a weight of `count` elements, in 16-bit numbers.
+    """Return the length of the buffer for a weight whose new codes do not fit, in 16-bit numbers.
 
-    A spill buffer receives a weight's new value if the value's codes do not fit into the weight's
-    coded tensors.
+    The weight has `count` elements. The buffer, called a spill buffer, receives the weight's new
+    value if the value's codes do not fit into the weight's coded tensors.
     """
     return HEADING + padded(count)
 
@@ -485,9 +485,10 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
 
 
 def steps(form: Format, gradient: Tensor) -> bool:
-    """Return whether `step` supports a weight's gradient.
+    """Return whether `step` can apply an optimizer step with this gradient to a compressed weight.
 
-    `step` applies an optimizer step, and overwrites the gradient with the updated weight.
+    The answer depends on the weight's format, and on the gradient's dtype, size and memory layout.
+    `step` overwrites the gradient with the updated weight.
     """
     return (
         form.is_lossless

@@ -61,7 +61,7 @@ def _scaled_pair(pair, scale):
 
 @gluon.jit
 def _spread(word, FIELD: gl.constexpr):
-    """Return the sign and mantissa bits of eight weights in the two halves of a 32-bit word.
+    """Spread the sign and mantissa bits of eight weights over the two halves of a 32-bit word.
 
     `word` contains FIELD bits for each weight of four pairs of neighbouring weights. The lower bits
     of `word` belong to the first weights of the pairs, the upper bits to the second weights. In the
@@ -135,11 +135,11 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice.
+    """Return the bf16 factors that multiply blocks of weights, each factor twice in a 32-bit word.
 
     A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
-    bf16 number is 2^base times the normaliser (scale) of a block of weights. `power` contains
-    2^base twice in each word. Without normalisers, return `power`.
+    factor is 2^base times the normaliser (scale) of a block of weights. `power` contains 2^base
+    twice in each word. Without normalisers, return `power`.
     """
     scale = power
     if C.BLOCK > 0:
@@ -167,13 +167,13 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Find C.ROWS rows of a compressed weight, from `first_row` on, and their patches.
+    """Find C.ROWS rows of a compressed weight, and their patches: elements without exponent codes.
 
-    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
-    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
-    three results describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. The last two results are the range of these chunks' patches in the
-    lists.
+    The rows start at `first_row`. The exponent of a patch has no 4-bit code. The patch's position
+    and value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The
+    first three results describe the position of the rows: the first chunk, the number of chunks,
+    and the position in the first chunk. The last two results are the range of these chunks' patches
+    in the lists.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -571,10 +571,10 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice.
+    """Return the bf16 factors that multiply the rows' blocks, each twice in a 32-bit word.
 
     A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
-    bf16 number is 2^base times the normaliser (scale) of a row's block of weights. `power` contains
+    factor is 2^base times the normaliser (scale) of a row's block of weights. `power` contains
     2^base twice in each word. Without normalisers, return `power`.
     """
     if C.BLOCK == 0:
@@ -711,10 +711,10 @@ def _noted(notes, batch, layout: gl.constexpr):
 
 @gluon.jit
 def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
-    """Start copying columns of x, for 64 elements of the weight (patches), to shared memory.
+    """Start copying to shared memory the columns of x that 64 elements of the weight multiply.
 
-    x has one token per row. A patch is an element of the weight whose exponent has no 4-bit code.
-    The kernel multiplies a patch by the column of x with the patch's column index.
+    The elements are patches, whose exponents have no 4-bit code. x has one token per row. The
+    kernel multiplies a patch by the column of x with the patch's column index.
     """
     column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
     at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]

@@ -181,7 +181,7 @@ def rounded_pair(pair, scale, PACKED: tl.constexpr):
 
 @triton.jit
 def spread_fields(word, FIELD: tl.constexpr):
-    """Return the sign and mantissa bits of eight weights in the two halves of a 32-bit word.
+    """Spread the sign and mantissa bits of eight weights over the two halves of a 32-bit word.
 
     `word` contains FIELD bits for each weight of four pairs of neighbouring weights. The lower bits
     of `word` belong to the first weights of the pairs, the upper bits to the second weights. In the
@@ -340,7 +340,7 @@ def _coded_weight_pair_patches_kernel(
 
 @triton.jit
 def write_heading(refuge_ptr, place, needed):
-    """Write the number `needed` to the header of a spill buffer, as two 16-bit words.
+    """Write the needed length of a coded tensor to a spill buffer's header, as two 16-bit words.
 
     A compressed weight has coded tensors whose needed lengths depend on the weight's values.
     `needed` is the length that one of these tensors needs. The two words are entry number `place`
@@ -363,12 +363,12 @@ def _coded_weight_pair_shelter_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write to a spill buffer how long a weight's COUNT coded tensors of variable length must be.
+    """Write the needed lengths of a weight's COUNT lists to a buffer, and also the weight if a list
+    is too short.
 
-    These tensors are the weight's lists, such as the list of elements whose exponents have no code.
-    Their needed lengths depend on the weight's values. The lengths go to the header of the spill
-    buffer. A spill buffer is memory for weights whose new codes do not fit into their coded
-    tensors. If one of the lists is too short, also write the weight's value to the spill buffer.
+    A list is a coded tensor whose needed length depends on the weight's values. An example is the
+    list of elements whose exponents have no code. The buffer is a spill buffer: memory for weights
+    whose new codes do not fit into their coded tensors. The lengths go to the buffer's header.
     """
     is_short = tl.load(needed_ptr) > room_0
     if COUNT == 3:

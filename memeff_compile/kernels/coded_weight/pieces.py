@@ -57,10 +57,10 @@ def joined(parts: Sequence[Tensor], count: int, piece: Tensor | None = None) -> 
 
 
 def sheltered_together(counts: Sequence[int]) -> int:
-    """Return the length, in 16-bit numbers, of a spill buffer that weights of the given sizes
-    share.
+    """Return the length, in 16-bit numbers, of a buffer for weights whose new codes do not fit.
 
-    A spill buffer is memory for weights whose new codes do not fit into their existing allocations.
+    Weights of the given sizes share the buffer, called a spill buffer. The codes do not fit if they
+    are too long for a weight's existing allocation.
     """
     return HEADING + sum(map(padded, counts))
 

@@ -214,11 +214,11 @@ def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def tier_order(flat: Tensor) -> Tensor:
-    """Reshape flat values, one for each weight, to (chunks, words, 16).
+    """Reorder values, one per weight, to (chunks of 8192 weights, words of a chunk, 16 weights).
 
-    A chunk has 8192 weights, and a 32-bit word contains the codes of 16 weights. A warp's 32 words
-    cover 512 consecutive values. Each word has two neighbouring values from each eighth of these
-    512 values.
+    The codec `tier` stores exponents as codes in three streams. A 32-bit word of the first stream
+    contains the codes of 16 weights. A warp's 32 words cover 512 consecutive values. Each word has
+    two neighbouring values from each eighth of these 512 values.
     """
     lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
     return lanes.reshape(-1, _TIER_WORDS, 16)

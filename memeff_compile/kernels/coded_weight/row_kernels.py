@@ -35,13 +35,13 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Find `rows` rows of a compressed weight, from `first_row` on, and their patches.
+    """Find `rows` rows of a compressed weight, and their patches: elements without exponent codes.
 
-    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
-    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
-    three results describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. The last two results are the range of these chunks' patches in the
-    lists.
+    The rows start at `first_row`. The exponent of a patch has no 4-bit code. The patch's position
+    and value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The
+    first three results describe the position of the rows: the first chunk, the number of chunks,
+    and the position in the first chunk. The last two results are the range of these chunks' patches
+    in the lists.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -216,10 +216,10 @@ def _exact_rows(
 
 @triton.jit
 def _load_groups(weight, groups, group, row, lane, C: tl.constexpr, IS_EVEN: tl.constexpr):
-    """Load the exponent codes and the fields of some groups of 256 weights of each row.
+    """Load exponent codes and fields (sign and mantissa bits) of groups of 256 weights of each row.
 
-    A field contains a weight's sign and mantissa bits. The tensor of codes and the tensor of fields
-    have the shape (ROWS, GROUPS, 32). Also load the groups' normalisers (scales).
+    The tensor of codes and the tensor of fields have the shape (ROWS, GROUPS, 32). Also load the
+    groups' normalisers (scales).
     """
     is_in = (group < groups)[None, :] & (row < weight.rows)[:, None]
     if IS_EVEN:  # one step is loaded ahead, after the last

@@ -356,11 +356,12 @@ class BackwardByClasses(Differentiating):
 
 
 class ByRows(RowWalk):
-    """A loop over blocks of R rows that computes a matrix X, and then the gradients from X.
+    """A loop over blocks of rows (tokens) that computes the logits' gradients, and from them the
+    gradients of hidden states, weight and bias.
 
-    X is the logits' gradient of a block up to a factor per row. X has R rows, and one column per
-    class, padded to whole tiles. The attribute `step` is R, `columns` is the width of a tile of X,
-    and `tiles` is the number of tiles.
+    The matrix X is the logits' gradient of a block up to a factor per row. X has R rows, and one
+    column per class, padded to whole tiles. The attribute `step` is R, `columns` is the width of a
+    tile of X, and `tiles` is the number of tiles.
     """
 
     def __init__(
@@ -403,11 +404,12 @@ class ByRows(RowWalk):
         self.counters = hidden.new_zeros((2, blocks, 4 + tiles // 4 * 4), dtype=torch.int32)
 
     def add_products(self, block: Block, factor: Tensor | None) -> None:
-        """Compute the gradients that one block of rows (tokens) contributes, from its matrix X.
+        """Compute what one block of rows (tokens) contributes to the gradients of hidden states,
+        weight and bias.
 
-        X is the logits' gradient up to a factor per row. The method writes the block's rows of the
-        hidden states' gradient. For the weight and the bias, the method adds to the gradients of
-        earlier blocks.
+        The block's matrix X is the logits' gradient up to a factor per row. The method writes the
+        block's rows of the hidden states' gradient. For the weight and the bias, the method adds to
+        the gradients of earlier blocks.
 
         For the hidden states' gradient (dE), X is multiplied by the weight. For the weight's
         gradient (dC), X is multiplied by the matrix `factor`. The rows of `factor` are the block's

@@ -440,11 +440,10 @@ def _scaled_products(
 
 
 def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a block of classes, and, for every row, the index of a
-    class within the block.
+    """Return which rows have their target in a block of classes, and each row's target index,
+    clamped to the block.
 
-    The index is that of the target. If the target is not in the block, the index is that of the
-    block's first or last class.
+    If the target is not in the block, the index is that of the block's first or last class.
     """
     is_here = (column >= 0) & (column < width)
     return is_here, column.clamp(0, width - 1).unsqueeze(1)

@@ -104,10 +104,11 @@ class Part(NamedTuple):
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return targets as column indices of this rank's logits, and two masks of rows.
+        """Return target columns in this rank's logits, and two masks: rows with targets on this
+        rank, rows with targets on another rank.
 
-        The masks mark the rows whose target this rank has, and the rows whose target another rank
-        has.
+        A row is one token. The ranks split the classes of an output projection. Rows with an
+        ignored target are in neither mask.
         """
         return self.shard.columns_of(self.whole.target, self.settings.ignore_index)
 
