@@ -248,9 +248,8 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether it can be proved that each query sees at least one of two keys.
-
-    One is the key at the query's own index. The other is the last key that the mask's bounds allow.
+    """Return whether each query provably sees the key at its own index or the last key that the
+    causal bound allows.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
