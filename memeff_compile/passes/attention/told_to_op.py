@@ -302,7 +302,8 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return two nodes: the mask with four axes, and a code per tile (all, some or no keys hidden).
+    """Return two nodes: the mask with four axes, and a tensor with a code per tile (all, some or no
+    keys hidden).
 
     All layers use the same two nodes.
     """
