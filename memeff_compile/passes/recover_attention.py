@@ -395,8 +395,8 @@ def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand,
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
-    """Return a remark for the report if the attention op's speed was not measured on this kind of
-    GPU.
+    """Return a remark for the compilation report if the attention op's speed was not measured on
+    this kind of GPU.
 
     The measurement compares the inserted attention op with the original nodes."""
     return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]

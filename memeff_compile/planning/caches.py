@@ -379,8 +379,9 @@ def _per_pair(
     """Return formulas for one sequence's bytes in the KV caches of two layers that share directions
     (unit vectors).
 
-    The two layers share directions of values, and of keys unless `values_only` is set. The first
-    formula is for one more token in the caches, the second for `tokens` tokens.
+    The two layers share directions of values, and of keys unless `values_only` is set. The bytes
+    are those of both caches together. The first formula is for one more token in the caches, the
+    second for `tokens` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -460,7 +460,8 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return a level (a low-bit format or `exact`) for each call of each attention module.
+    """Return a level (a low-bit format or `exact`) for each call of each attention module, in the
+    calls' order.
 
     `levels` has two levels. The first is a low-bit format, such as `4b`. For each call, `harms` has
     a number. The number is larger for a call that the first level harms more. The calls with the

@@ -666,7 +666,7 @@ class Starts:
         """Apply `function`, which reorders, repeats or selects sequences, to the positions of each
         sequence's first tokens.
 
-        The field `places` contains the positions of the first `keep_first` tokens. The first
+        The tensor `places` contains the positions of the first `keep_first` tokens. The first
         dimension of this tensor is the batch, with one index per sequence."""
         if not self._shape:
             return

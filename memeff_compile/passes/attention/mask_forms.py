@@ -248,8 +248,10 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether each query provably sees the key at its own index or the last key that the
-    causal bound allows.
+    """Return whether all queries provably see the key at their own index, or all see the last key
+    within the causal bound.
+
+    `form.causal` is the bound: how far the index of a visible key may exceed the query's index.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):

@@ -305,7 +305,7 @@ def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
     """Return two nodes: the mask with four axes, and a tensor with a code per tile (all, some or no
     keys hidden).
 
-    All layers use the same two nodes.
+    The tiles are those of the mask. Layers with the same mask and dtype use the same two nodes.
     """
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]
