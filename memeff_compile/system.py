@@ -187,10 +187,11 @@ def hooks() -> tuple[Hooks, ...]:
 def in_order(
     core: Iterable[Item], name_of: Callable[[Item], str], of_system: Callable[[SystemPass], Item]
 ) -> tuple[Item, ...]:
-    """Return the items (such as passes) of the core and of each system in order.
+    """Return the items (such as passes) of this package's core, with the items of its optional
+    parts inserted.
 
-    A system is an optional part of this package, such as KV caches. The core is the rest of the
-    package. A system names the core pass after which each of its items is inserted."""
+    An optional part, such as KV caches, is called a system. The core is the rest of the package. A
+    system names the core pass after which each of its items is inserted."""
     followers: dict[str, list[SystemPass]] = {}
     for system in systems():
         for each in system.passes:

@@ -620,9 +620,10 @@ def _trained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[LogitsSourc
 
 
 def _record_gradients(sources: Sequence[LogitsSource], result: Any) -> None:
-    """Register a hook that marks a function in the compilation's report as a part of a loss.
+    """Register a hook: a backward pass through `result` marks the function that read the logits as
+    a part of a loss.
 
-    The hook runs when a backward pass goes through the function's result.
+    The hook marks the function in the compilation's report.
 
     Functions that compute a metric read logits too. Only a backward pass shows whether the result
     of a function is a part of a loss.

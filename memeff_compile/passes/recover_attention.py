@@ -395,9 +395,10 @@ def _unrepeated(info: GraphInfo, site: Site, operand: Operand) -> tuple[Operand,
 
 
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
-    """Return a remark for the compilation report if speeds were not compared on this kind of GPU.
+    """Return a remark for the compilation report if the attention op's speed was not measured on
+    this kind of GPU.
 
-    The speeds are those of the inserted attention op and of the original nodes."""
+    The measurement compares the inserted attention op with the original nodes."""
     return [] if was_measured(site.query.value.device, op) else ["speed not measured on this GPU"]
 
 

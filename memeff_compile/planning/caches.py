@@ -376,10 +376,12 @@ def _maps_of(shape: _Shape, layout: op_folder.Layout) -> int:
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return formulas for one sequence's bytes in the KV caches of two merged layers together.
+    """Return formulas for one sequence's bytes in the KV caches of two layers that share directions
+    (unit vectors).
 
-    The two layers share directions (unit vectors) of values, and of keys unless `values_only` is
-    set. The first formula is for one more token in the caches, the second for `tokens` tokens.
+    The two layers share directions of values, and of keys unless `values_only` is set. The bytes
+    are those of both caches together. The first formula is for one more token in the caches, the
+    second for `tokens` tokens.
     """
     if shape.values_only:
         merged = op_folder.bytes_of_value_pair(layout, shape.heads, shape.itemsize)

@@ -40,13 +40,12 @@ class Stack:
         return len(self.kept) < self.depth
 
     def alike(self, place: int) -> tuple[int, ...]:
-        """Return the indices of the blocks (layers) that one captured block represents.
+        """Return the indices of a captured (traced) block and of the uncaptured blocks of its kind.
 
-        This object is a list of repeated blocks in a model, and the indices are positions in the
-        list. Only some blocks are captured (traced), and `place` is the position of a block among
-        the captured ones. The first and the last block represent only themselves. Any other
-        captured block also represents the blocks of its kind that are not captured. Their tensors
-        have the same sizes."""
+        This object is a list of repeated blocks (layers) in a model, and the indices are positions
+        in the list. `place` is the position of a block among the captured ones. For the first and
+        the last block of the list, return only the block's own index. Any other captured block
+        represents the uncaptured blocks of its kind. Their tensors have the same sizes."""
         index = self.kept[place]
         if index in (0, self.depth - 1):
             return (index,)

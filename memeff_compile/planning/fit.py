@@ -361,11 +361,11 @@ def fit(
 def _found(
     model: nn.Module, call: dict[str, Any], sizes: Sizes, rank: int, target: Target, said: Progress
 ) -> _Found:
-    """Capture four forms of the model.
+    """Capture four forms of the model: unchanged, two with activation checkpointing, and one with
+    LoRA adapters.
 
-    The first is the unchanged model, and the second uses activation checkpointing. The third uses
-    activation checkpointing that keeps the results of attention. The fourth has LoRA adapters and
-    uses activation checkpointing."""
+    One of the two forms with checkpointing keeps the results of attention. The form with LoRA
+    adapters uses activation checkpointing too."""
     plain = Options()
 
     def take(options: Options) -> Any:  # a function that captures a model at sizes

@@ -83,9 +83,10 @@ class Plan:
         return (side.largest_batch or 0) * self.sizes.length * self.setting.gpus
 
     def heading(self) -> str:
-        """Return one line with the model's name, the batch size, the length and the setting.
+        """Return one line with the model's name, the batch size, the length, the GPUs and the
+        optimizer.
 
-        The setting includes, for example, the number of GPUs and the optimizer."""
+        The line also names other settings, such as the codec of compressed weights."""
         given = self.setting
         where = "one GPU" if given.gpus == 1 else f"each of {given.gpus} GPUs"
         if self.ranks > 1:

@@ -297,10 +297,10 @@ class Timeline:
                     total = taken(total, live.pop(buffer).values)
 
     def results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
-        """Yield two nodes for each buffer that a kernel writes.
+        """Yield, for each buffer that a kernel writes, the node that computes the buffer, and the
+        node whose value is the buffer.
 
-        The first node computes the buffer's values. The second node has the buffer as its value. If
-        the first node's op has several results, the second node is the `getitem` of one result.
+        If the first node's op has several results, the second node is the `getitem` of one result.
         Otherwise the two nodes are the same.
         """
         for node in kernel.nodes:

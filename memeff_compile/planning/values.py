@@ -77,11 +77,11 @@ class Values:
             return self.know(fake, value)
 
         def known(fake: object) -> object:
-            """Store the values of one result of the operation `op` in the result's fake tensor, and
-            return this fake tensor.
+            """Store the computed values of an operation's result in `fake`, the result's fake
+            tensor, and return `fake`.
 
-            `op` is an argument of the method `run`. If the result has no axes and `op` writes to no
-            argument, return a real tensor instead."""
+            The method `run` computed the values with its argument `op`, the operation. If the
+            result has no axes and `op` writes to no argument, return a real tensor instead."""
             value = next(made)
             if not compat.is_fake(fake):
                 return fake

@@ -137,9 +137,9 @@ class Calibration(VerbReport, dict[str, Any]):
         return json.dumps(self, indent=indent)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the mean similarity to exact attention, for each attention module and level.
+        """Draw the mean similarity to exact attention for each attention module and low-bit format.
 
-        A level is a low-bit format, such as `8b`. The similarity is called the score. The mean is
+        A format, such as `8b`, is called a level. The similarity is called the score. The mean is
         over inputs and calls. The figure also shows the scores' spread. Each call's scores have a
         standard deviation over the inputs. The spread is the largest of the standard deviations of
         all calls.
@@ -304,12 +304,13 @@ class _Run:
             return main_output(self.run(self.model, self.given))
 
     def score(self, levels: Sequence[str], found: _Found) -> list[tuple[str, int]]:
-        """Measure the similarity of attention calls' results at each of `levels` to exact results.
+        """Measure how similar attention results in each low-bit format of `levels` are to exact
+        results.
 
-        `levels` contains low-bit formats. The similarity is called the score. Add the scores to
-        `found`. For each attention, level and call of the attention, `found` has a list with one
-        score per input. Return, for each scored call, the attention's name and the call's index
-        among the calls of this attention. The name begins with the path of the attention's module.
+        The similarity is called the score. Add the scores to `found`. For each attention, format
+        and call of the attention, `found` has a list with one score per input. Return, for each
+        scored call, the attention's name and the call's index among the calls of this attention.
+        The name begins with the path of the attention's module.
         """
         places: list[tuple[str, int]] = []
         calls: Counter[str] = Counter()
@@ -372,12 +373,12 @@ class _Run:
         return None
 
     def _change(self, place: tuple[str, int] | None, level: str) -> float:
-        """Return how much the model's output changes if one attention call runs at `level`.
+        """Return how much the model's output changes if one attention call runs at `level`, a
+        low-bit format or `exact`.
 
-        A level is a low-bit format, or `exact`. `place` is the call: the attention's name, which
-        begins with its module's path, and the call's index among the calls of this attention. If
-        `place` is None, return the change between two exact runs. `change_of` defines the
-        change."""
+        `place` is the call: the attention's name, which begins with its module's path, and the
+        call's index among the calls of this attention. If `place` is None, return the change
+        between two exact runs. `change_of` defines the change."""
 
         def seen(attended: Attended) -> Tensor | None:
             ours = attended.at(level) if (attended.site, attended.number) == place else None
@@ -459,12 +460,13 @@ def _by_score(found: _Found, least: float, levels: Sequence[str]) -> dict[str, l
 def _by_share(
     harms: Mapping[str, Sequence[float]], share: float, levels: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return, for each attention module, the level chosen for each of its calls, in order.
+    """Return a level (a low-bit format or `exact`) for each call of each attention module, in the
+    calls' order.
 
-    `levels` has two levels. The first is a low-bit format, such as `4b`. The second is a low-bit
-    format or `exact`. For each call, `harms` has a number. The number is larger for a call that the
-    first level harms more. The calls with the largest numbers get the second level. They are the
-    fraction `share` of all calls. All other calls get the first level.
+    `levels` has two levels. The first is a low-bit format, such as `4b`. For each call, `harms` has
+    a number. The number is larger for a call that the first level harms more. The calls with the
+    largest numbers get the second level. They are the fraction `share` of all calls. All other
+    calls get the first level.
     """
     low, high = levels
     worst = sorted(

@@ -451,11 +451,11 @@ class _Gathered:
         self.parts[of].append(figures.flatten().cpu())
 
     def alike(self, cache: Any, mask: Tensor | None, config: Any) -> None:  # noqa: ANN401
-        """Record the similarity of the keys, and of the values, of adjacent layers and of layers
-        that can be merged.
+        """Record the similarity of keys, and of values, for adjacent layers and for layers that can
+        share unit vectors.
 
-        Two merged layers of a KV cache share directions (unit vectors) of keys or values. `cache`
-        is the exact cache of one input, with all its keys and values.
+        `MiniCache` merges two layers: they then share directions (unit vectors) of keys or values.
+        `cache` is the exact cache of one input, with all its keys and values.
         """
         layers = [{kind: getattr(layer, kind) for kind in _KINDS} for layer in cache.layers]
         have_windows = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]

@@ -266,10 +266,11 @@ class KVCache(Cache):
         return all(getattr(layer, "is_croppable", False) for layer in self.layers)
 
     def exact_tensors(self) -> list[Tensor]:
-        """Return the key and value tensors of the layers that are neither quantised nor merged.
+        """Return the key and value tensors of layers that are neither quantised nor merged with
+        another layer.
 
-        A merged layer shares directions (unit vectors) of keys or values with another layer. No
-        layer with a sliding window is quantised or merged."""
+        Two merged layers share directions (unit vectors) of keys or values. No layer with a sliding
+        window is quantised or merged."""
         exact = (layer for layer in self.layers if not isinstance(layer, CodedLayer))
         return [tensor for layer in exact for _, tensor in _tensors(layer)]
 
@@ -325,8 +326,8 @@ def _bounded(layers: list[Untyped]) -> str:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Warn the user only once about a setting without effect, because generate() creates a new
-    cache in each call."""
+    """Warn about a setting without effect: only once, although generate() creates a new cache in
+    each call."""
     warnings.warn(text, UserWarning, stacklevel=4)
 
 

@@ -482,9 +482,10 @@ class CodedLayer(InPlace):
         self.layout: op_folder.Layout | None = None  # its tensors, once their shapes are known
 
     def pool(self) -> list[Tensor]:
-        """Return the layer's tensors in the order in which ops take them as arguments.
+        """Return the layer's tensors in the order in which the ops on a cache take them as
+        arguments.
 
-        These ops append tokens to the cache, decode the cache, or attend to the cache.
+        The ops append tokens to the cache, decode the cache, or attend to the cache.
         """
         return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
@@ -662,9 +663,10 @@ class Starts:
         return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
-        """Apply `function`, which reorders, repeats or selects sequences, to the tensor `places`.
+        """Apply `function`, which reorders, repeats or selects sequences, to the positions of each
+        sequence's first tokens.
 
-        `places` contains the positions of each sequence's first `keep_first` tokens. The first
+        The tensor `places` contains the positions of the first `keep_first` tokens. The first
         dimension of this tensor is the batch, with one index per sequence."""
         if not self._shape:
             return

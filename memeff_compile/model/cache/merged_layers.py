@@ -111,27 +111,29 @@ class Pair:
         )
 
     def kept(self) -> dict[str, float]:
-        """Return two mean numbers of tokens per sequence and head.
+        """Return the mean numbers of unmerged tokens (`kept`) and of tokens merged for lack of
+        memory (`left_over`).
 
-        When tokens leave the window (the memory for the latest tokens), two layers can merge these
-        tokens' keys and values. The layers then share directions (unit vectors). `kept` is the
-        number of tokens outside the window that stay unmerged. A sequence's first `keep_first`
-        tokens always stay exact, and `kept` does not count them. `left_over` is the number of
-        tokens that were merged only because they did not fit into the memory for unmerged
-        tokens."""
+        The means are over sequences and heads. When tokens leave the window (the memory for the
+        latest tokens), two layers can merge these tokens' keys and values. The layers then share
+        directions (unit vectors). `kept` is the number of tokens outside the window that stay
+        unmerged. A sequence's first `keep_first` tokens always stay exact, and `kept` does not
+        count them. `left_over` is the number of tokens that were merged only because they did not
+        fit into the memory for unmerged tokens."""
         held: Any = self
         if self.shape is None:
             return {"kept": 0.0, "left_over": 0.0}
         return {name: float(getattr(held, of).float().mean()) for name, of in _KEPT.items()}
 
     def clear(self, starts: Tensor) -> None:
-        """Remove all tokens from the state of two layers that share directions (unit vectors).
+        """Remove all tokens from the state of two layers that share directions (unit vectors) of
+        keys and values.
 
-        The two layers share directions of keys and values. With `MiniCache(align="heads")`, the
-        state has maps, tensors that make the two layers' keys and values similar. The maps are
-        reset to the identity. `MiniCache(fidelity=...)` may be a result of `fidelity_report` that
-        has rotations and a pairing of heads for these layers. If so, both are then copied to the
-        maps. `starts`, (B, H), contains the position of each sequence's first token.
+        With `MiniCache(align="heads")`, the state has maps, tensors that make the two layers' keys
+        and values similar. The maps are reset to the identity. `MiniCache(fidelity=...)` may be a
+        result of `fidelity_report` that has rotations and a pairing of heads for these layers. If
+        so, both are then copied to the maps. `starts`, (B, H), contains the position of each
+        sequence's first token.
         """
         self.parked = None
         held: Any = self
@@ -192,11 +194,12 @@ class MergedLayer(CodedLayer):
         return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors of this layer's cache in the order in which two ops take them.
+        """Return the tensors of this layer's cache in the order in which decoding and attention ops
+        take them.
 
-        One op converts the cache's codes back to keys and values, another computes attention. The
-        layer is merged with another layer: they share some of the tensors, with directions (unit
-        vectors) of keys and values."""
+        The decoding op converts the cache's codes back to keys and values. The layer is merged with
+        another layer: they share some of the tensors, with directions (unit vectors) of keys and
+        values."""
         return op_folder.pool_of(self.pair.shared(), self.own())
 
     def maps(self) -> tuple[Tensor, ...]:
@@ -232,10 +235,10 @@ class MergedLayer(CodedLayer):
         self.span = self.pair.span
 
     def _require_alike(self, shape: tuple[int, ...]) -> None:
-        """Raise an error if two layers that share directions have keys of different shapes.
+        """Raise an error if two layers that share unit vectors of keys or values have keys of
+        different shapes.
 
-        The layers share directions (unit vectors) of keys or values. A shape is (batch, heads,
-        depth).
+        A shape is (batch, heads, depth).
         """
         if self.pair.shape != shape:
             first, second = self.pair.numbers
@@ -312,11 +315,11 @@ class MergedLayer(CodedLayer):
         op_folder.coded_kv_cache_append_pair(*tensors, *new, *how, *rule, self.is_empty, *maps)
 
     def _write_lower(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Write new tokens of the lower (earlier) of two layers that share directions.
+        """Write new tokens of the lower (earlier) of two layers that share unit vectors of keys or
+        values.
 
-        The layers share directions (unit vectors) of keys or values. If the call brings one new
-        token, its key and value are stored exactly. If the call brings several new tokens, these
-        tokens wait in `pair.parked` until the upper layer gets them."""
+        If the call brings one new token, its key and value are stored exactly. If the call brings
+        several new tokens, these tokens wait in `pair.parked` until the upper layer gets them."""
         if key_states.shape[2] != 1:
             self.pair.parked = key_states, value_states
             return

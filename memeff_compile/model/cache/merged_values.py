@@ -43,7 +43,8 @@ class ValuesPair(Pair):
         return [getattr(self, name) for name in op_folder.SHARED_VALUES]
 
     def kept(self) -> dict[str, float]:
-        """Return zero for `kept`, the number of unmerged tokens, and zero for `left_over`.
+        """Return zero for `kept` (unmerged tokens), and for `left_over` (tokens merged for lack of
+        memory).
 
         `left_over` is the number of tokens that were merged only because they did not fit into the
         memory for unmerged tokens. This object is the state of two merged layers, which share
@@ -89,11 +90,11 @@ class ValuesLayer(MergedLayer):
         return [getattr(self, name) for name in op_folder.OWN_KEYS]
 
     def pool(self) -> list[Tensor]:
-        """Return the tensors of this layer's cache in the order in which two ops take them.
+        """Return the tensors of this layer's cache in the order in which decoding and attention ops
+        take them.
 
-        One op converts the cache's codes back to keys and values, another computes attention. The
-        layer is merged with another layer: they share some of the tensors, with directions (unit
-        vectors) of values."""
+        The decoding op converts the cache's codes back to keys and values. The layer is merged with
+        another layer: they share some of the tensors, with directions (unit vectors) of values."""
         return op_folder.pool_of_values([*self.pair.shared(), self.starts.places], self.own())
 
     def _lengths(self) -> tuple[Tensor | None, Tensor | None]:

@@ -180,7 +180,8 @@ class MiniCache:
         return (0.5 if is_even else ALIGNED_T) if self.t is None else self.t
 
     def common(self, pair: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        """Return the two tensors that make the keys and values of a pair of layers similar.
+        """Return the rotations and the pairing of heads that make two layers' keys and values
+        similar, or None.
 
         The first tensor rotates the upper layer's keys and values towards the lower layer's. The
         second has, for each head of the upper layer, the number of the lower layer's matching head.

@@ -405,7 +405,7 @@ class BackwardOptimizer(VerbReport, Optimizer):
         )
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Return the report's first line, and the class of each weight's optimizer, as JSON."""
+        """Return the first line of `str(self)`, and each weight's optimizer class, as JSON."""
         kinds = {name: type(each).__name__ for name, each in self.optimizers.items()}
         return json.dumps({"summary": self.summary, "optimizers": kinds}, indent=indent)
 

@@ -248,9 +248,10 @@ def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size
 
 
 def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
-    """Return whether it can be proved that each query sees at least one of two keys.
+    """Return whether all queries provably see the key at their own index, or all see the last key
+    within the causal bound.
 
-    One is the key at the query's own index. The other is the last key that the mask's bounds allow.
+    `form.causal` is the bound: how far the index of a visible key may exceed the query's index.
     """
     rank = len(shape)
     for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):

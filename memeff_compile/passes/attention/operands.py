@@ -156,8 +156,8 @@ def placed(
 def _placed(
     info: GraphInfo, given: Given, base: Node | None, sizes: dict[str, Any]
 ) -> tuple[Operand, bool]:
-    """Return query, key or value as an attention call's argument, and whether this argument is
-    `base`.
+    """Return query, key or value as an attention call's argument, and whether the argument is
+    `base`, the tensor before a view.
 
     If a view joined batch and heads of the query, key or value, `base` is the 4D tensor before this
     view. Otherwise `base` is None.

@@ -258,11 +258,11 @@ _VIEWS = named(
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
-    """Return a list of nodes, each with its graph, that starts with `node`.
+    """Return `node`, and the nodes with the same value in surrounding graphs, each with its graph.
 
-    The node `node` may be an input of an activation checkpoint's body. Then the next entry is the
-    node that the surrounding graph passes as this input. If that node is also such an input, the
-    list continues in the same way."""
+    If `node` is an input of an activation checkpoint's body, the next entry is the node that the
+    surrounding graph passes as this input. If that node is also such an input, the list continues
+    in the same way."""
     found = [(info, node)]
     while node.op == "placeholder" and info.parent is not None:
         outer = info.argument_of(node)
@@ -302,10 +302,10 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 
 def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
-    """Return two nodes: the mask with four axes, and a tensor with a code for each tile.
+    """Return two nodes: the mask with four axes, and a tensor with a code per tile (all, some or no
+    keys hidden).
 
-    A code says whether a tile of the mask hides all keys, some or none. All layers use the same
-    two nodes.
+    The tiles are those of the mask. Layers with the same mask and dtype use the same two nodes.
     """
     assert site.mask is not None
     level, node = _levels_of(editor.info, site.mask)[-1]

@@ -302,10 +302,10 @@ def return_from_partition(node: Node) -> None:
 
 
 def return_if_read(node: Node) -> None:
-    """Undo `return_from_partition` for a node.
+    """Make a node an output of its partition only if a later partition or the whole graph's output
+    reads the node.
 
-    The node then is an output of its partition only if a later partition, or the output of the
-    whole graph, reads the node."""
+    This call undoes `return_from_partition`."""
     node.meta.pop(_RETURNED, None)
 
 

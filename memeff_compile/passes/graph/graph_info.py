@@ -90,10 +90,9 @@ class GraphInfo:
             self.regions[node] = current
 
     def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
-        """Yield the given nodes, except nodes that made an earlier search fail.
+        """Yield the given nodes, except those at which the pass's earlier search raised an error.
 
-        A pass searches the graph again if its search raised an error. The new search leaves out the
-        node at which the error was raised.
+        After such an error, the pass searches the graph again.
         """
         outer = self.candidate
         for node in candidates:

@@ -110,9 +110,11 @@ def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 
 
 def _dtype_fault(info: GraphInfo, node: Node, a: Any) -> Decline | None:
-    """Return a Decline (the reason for no rewrite) for some combinations of dtypes.
+    """Return a Decline (the reason for no rewrite) if the operands' dtypes differ, or `acc_dtype`
+    does not fit them.
 
-    With these dtypes, PyTorch's chunked loss op `node` rounds its sums differently from
+    PyTorch's chunked loss op `node` sums in `acc_dtype`. `acc_dtype` must be the operands' dtype,
+    or fp32 for 16-bit operands. Otherwise `node` rounds sums differently from
     memeff::linear_cross_entropy."""
     given = [info.tensor(a[name]) for name in ("input", "linear_weight", "linear_bias")]
     dtypes = {value.dtype for value in given if value is not None}

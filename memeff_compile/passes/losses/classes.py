@@ -43,9 +43,9 @@ class Classes:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Return a tuple with one `Side`, which describes logits.
+        """Return a tuple with one `Side`, the description of the logits whose classes are gathered.
 
-        `node` gathers k classes per row (token) from these logits, or from their probabilities or
+        `node` gathers k classes per row (token) from the logits, or from their probabilities or
         log-probabilities."""
         return (self.student,)
 

@@ -190,13 +190,13 @@ def written_before(info: GraphInfo, group: Sequence[Tail]) -> Node | None:
 
 
 def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
-    """Return the node before which the fused loss op is inserted, and the op's region.
+    """Return the node before which the fused loss op is inserted, and the autograd, autocast and
+    inference modes of the op.
 
-    The region describes the autograd, autocast and inference modes in which the op runs. The op
-    computes all losses and other results of the logits in `group`. Usually the op is inserted
-    before the node that computes the first of these results. The first result may be a metric
-    without a gradient, while another result needs gradients. Then the op is inserted before the
-    node that disabled gradients.
+    The op computes all losses and other results of the logits in `group`. Usually the op is
+    inserted before the node that computes the first of these results. The first result may be a
+    metric without a gradient, while another result needs gradients. Then the op is inserted before
+    the node that disabled gradients.
     """
     place = min((t.node for t in group), key=lambda n: info.positions[n])
     trains = info.regions[group[0].chain.head.node].grad

@@ -162,10 +162,10 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key of this step, a node after the output projection.
+        """Return a key: steps with equal keys reorder, select or regroup the logits' rows (tokens)
+        in the same way.
 
-        Two steps have equal keys if they reorder, select or regroup the logits' rows (tokens) in
-        the same way."""
+        A step is a node after the output projection."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -514,11 +514,11 @@ class HeadReader:
         return None
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
-        """Return a projection's weight without its transpose, and whether the weight is (D, V).
+        """Return a projection's weight without its transpose, and whether the returned weight is
+        (hidden size D, classes V).
 
-        V is the number of classes, and D the hidden size. If `node`, a (D, V) tensor, is a plain
-        transpose, return the (V, D) tensor before the transpose, and False. Otherwise return `node`
-        and True."""
+        If `node`, a (D, V) tensor, is a plain transpose, return the (V, D) tensor before the
+        transpose, and False. Otherwise return `node` and True."""
         call = read_one(node)
         swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
         return (call.args["self"], False) if call is not None and swaps else (node, True)
