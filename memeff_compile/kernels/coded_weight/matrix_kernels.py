@@ -135,7 +135,8 @@ def _norms(norms_ptr, group, is_read, PAIR: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _scale(power, norms, lane, C: gl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice.
+    """Return 32-bit words, each with two copies of a bf16 number by which coded weights are
+    multiplied.
 
     A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
     bf16 number is 2^base times the normaliser (scale) of a block of weights. `power` contains
@@ -167,13 +168,13 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Find C.ROWS rows of a compressed weight, from `first_row` on, and their patches.
+    """Find C.ROWS rows of a compressed weight, and their patches (elements whose exponents have no
+    4-bit code).
 
-    A patch is an element of the weight whose exponent has no 4-bit code. The patch's position and
-    value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The first
-    three results describe the position of the rows: the first chunk, the number of chunks, and the
-    position in the first chunk. The last two results are the range of these chunks' patches in the
-    lists.
+    The first of the rows is `first_row`. Each patch's position and value are in the lists of
+    patches. A chunk is 8192 consecutive elements of the weight. The first three results describe
+    the position of the rows: the first chunk, the number of chunks, and the position in the first
+    chunk. The last two results are the range of these chunks' patches in the lists.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
@@ -570,7 +571,8 @@ def _half_operand(
 
 @gluon.jit
 def _row_scale(power, norm, C: gl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice.
+    """Return 32-bit words, each with two copies of a bf16 number by which coded weights are
+    multiplied.
 
     A weight's code is its exponent minus `base`, the exponent just below those that have codes. The
     bf16 number is 2^base times the normaliser (scale) of a row's block of weights. `power` contains
