@@ -135,8 +135,9 @@ def library_widths(
 ) -> Widths:
     """Choose the widths of two buffers: a strip of fp32 logits and a block of logit gradients.
 
-    A width is a number of classes. The two buffers should fit in `workspace` bytes. With a
-    workspace of 0, the function chooses the memory limit itself.
+    A width is a number of classes. The two buffers fit in `workspace` bytes, unless these
+    bytes are too few for 64 classes. With a workspace of 0, the function chooses the memory limit
+    itself.
 
     - 16-bit inputs need two buffers. The strip (4 bytes per element) gets half of the workspace.
       The block has the input dtype (2 bytes per element).

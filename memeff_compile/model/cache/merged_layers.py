@@ -60,7 +60,7 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the allocated tensors that two layers with merged keys or values share.
+        """Yield the tensors that two layers with merged keys and values share, once allocated.
 
         The tensors contain the layers' common directions (unit vectors) of keys and values. With
         `MiniCache(align="heads")`, the result includes the maps, tensors that make the two layers'
@@ -72,7 +72,7 @@ class Pair:
 
     def shared(self) -> list[Tensor]:
         """Return the tensors, such as directions (unit vectors), that two layers with merged keys
-        or values share.
+        and values share.
 
         The order is that of the arguments of the op that appends tokens to the cache. For each
         merged token and head, the tensors contain one direction of both layers' keys, and one of
