@@ -145,11 +145,11 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether this gradient of logits is stored only as `FusedRows`.
+        """Return whether this gradient of logits is stored only as a few numbers per row (token).
 
-        `FusedRows` stores a few numbers per row (token) instead of one per class. The gradient is
-        computed from these numbers, the hidden states and the output projection. The result is
-        False if the gradient's last dimension is not the vocabulary.
+        These numbers are in `FusedRows`. The gradient is computed from the numbers, the hidden
+        states and the output projection. Return False if the vocabulary is not the gradient's last
+        dimension.
         """
         are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
         return any(are_fused) and all(are_fused) and self.order is None

@@ -191,7 +191,7 @@ class DeferredLogits(LazyTensor):
         return self.memory.recipe
 
     def lost_factors(self) -> str | None:
-        """Return the reason why this tensor's values may differ from logits computed now, or None.
+        """Return why this tensor's values may differ from logits that are computed again, or None.
 
         Logits are computed from the hidden states and the output projection. The values may differ
         if code wrote to the logits, or may have written to them. The values may also differ if the

@@ -279,9 +279,10 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _leads_to(node: Node, end: Node) -> bool:
-    """Return whether one path of at most `MAX_CHAIN` nodes leads from `node` to `end`.
+    """Return whether a chain of at most `MAX_CHAIN` nodes, without branches, leads from `node` to
+    `end`.
 
-    No node outside of this path may use the results of nodes before `end`.
+    Each node before `end` has exactly one user.
     """
     for _ in range(cached.MAX_CHAIN):
         if node is end:

@@ -441,11 +441,12 @@ def _gradient_filter_share_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Put the numbers that each row's (token's) gradients need into the rows' sorted order.
+    """Write each row's (token's) log-sum-exp and gradient factors in the order of `rank_ptr`.
 
-    A gradient filter drops unlikely classes from gradients. The filters `mass` and `block` sort the
-    rows by their estimated probability mass in such classes. For the filter `published`, the rows
-    keep their order.
+    One factor multiplies the softmax p. The other is subtracted at the target class. A gradient
+    filter drops unlikely classes from gradients. The filters `mass` and `block` sort the rows by
+    their estimated probability mass in such classes. For the filter `published`, the rows keep
+    their order.
     """
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = offs < tl.load(kept_ptr)
@@ -470,14 +471,15 @@ def _gradient_filter_word_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Write one word per class, with a bit for each group of rows (tokens).
+    """Write one word per class, with a set bit for each group of rows (tokens) in which the
+    gradient filter keeps the class.
 
-    The gradient filter drops unlikely classes. The bit is set if the filter keeps the class in the
-    group. The filter keeps classes with a score of at least the group's level (its threshold). The
-    score is the sum or the maximum of the class's probabilities in the group's rows. The first
-    group of rows has the highest bit of the word. After sorting by these words, classes that are
-    kept in the same groups are next to each other. With this order of bits, more tiles consist only
-    of kept classes than if the first group had the lowest bit.
+    The filter drops unlikely classes from gradients. The filter keeps classes with a score of at
+    least the group's level (its threshold). The score is the sum or the maximum of the class's
+    probabilities in the group's rows. The first group of rows has the highest bit of the word.
+    After sorting by these words, classes that are kept in the same groups are next to each other.
+    With this order of bits, more tiles consist only of kept classes than if the first group had the
+    lowest bit.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.zeros((BLOCK,), tl.int32)
@@ -503,10 +505,11 @@ def _gradient_filter_tile_kernel(
     vocab,
     TILE: tl.constexpr,
 ):
-    """Write one word per tile of classes, with one bit for each group of rows (tokens).
+    """Write one word per tile of classes, with a set bit for each group of rows (tokens) in which
+    the gradient filter keeps a class of the tile.
 
-    The gradient filter drops unlikely classes. The bit is set if the filter keeps at least one
-    class of the tile for this group. Otherwise, later kernels skip the tile for this group.
+    The filter drops unlikely classes from gradients. If a group's bit is 0, later kernels skip the
+    tile for this group.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     words = tl.load(word_ptr + places, mask=places < vocab, other=0).to(tl.int32) & 0xFFFF

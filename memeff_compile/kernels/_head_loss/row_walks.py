@@ -51,7 +51,7 @@ class RowWalk(Differentiating):
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
 
     def of_rows(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a new tensor with the shape of `like`, whose first axis runs over rows (tokens).
+        """Return a new tensor with the shape of `like`. The first axis of both is rows (tokens).
 
         If ignored rows are left out, the tensor is filled with zeros, because no kernel writes the
         numbers of these rows.

@@ -13,9 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def step(score, largest, AXIS: tl.constexpr):
-    """Return the softmax weights of a tile, a factor, and the new largest score.
+    """Return a tile's softmax weights, the factor that rescales the sums over earlier tiles, and
+    the new largest score.
 
-    The factor rescales the sums over earlier tiles to the new largest score.
+    With this factor, the earlier sums are relative to the new largest score.
     """
     higher = tl.maximum(largest, tl.max(score, axis=AXIS))
     base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -409,13 +409,12 @@ def _load_forward(descs, memory, bars, ranges_ptr, work, C: gl.constexpr):
 
 @gluon.jit
 def _joint_ids_at(other, told, MASKED: gl.constexpr):
-    """Return the joint ids of a visited tile of keys or queries.
+    """Return one number, the joint id, for each key or query of a visited tile.
 
-    A joint id is a number that combines the mask of keys and the sequence ids of a position. A
-    program combines its own tile of queries with visited tiles of keys, or the other way around.
-    The joint ids of a query and a key are equal if neither the mask of keys nor the sequence ids
-    hide the key. `other` contains the positions of the visited tile. `told` contains a pointer to
-    their joint ids.
+    A joint id combines the mask of keys and the sequence ids of a position. A program combines its
+    own tile of queries with visited tiles of keys, or the other way around. The joint ids of a
+    query and a key are equal if neither the mask of keys nor the sequence ids hide the key. `other`
+    contains the positions of the visited tile. `told` contains a pointer to their joint ids.
 
     MASKED says how `_hide` finds the hidden keys of a tile. With GAPS, `_hide` compares joint ids,
     because visible positions may have gaps between them. With other values of MASKED, this function

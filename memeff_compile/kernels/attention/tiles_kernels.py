@@ -99,11 +99,11 @@ def _masked(raw, found, is_other, C: tl.constexpr):
 
 @triton.jit
 def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the tile that a program visits at the loop index `index`, and a later tile.
+    """Return the numbers of the tiles that a program visits in this and in the next loop iteration.
 
     A program combines its own tile with the visited tiles. A tile's number is its position along
     the sequence. The loop visits the partly visible tiles if MASKED, otherwise the fully visible
-    ones. The first result is the number of the tile to visit.
+    ones.
 
     With a mask tensor (C.HAS_MASK), the tile numbers come from a list. The last element of `visits`
     is then the first result, because the caller loaded this number one iteration earlier. The

@@ -167,13 +167,13 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 @gluon.jit
 def chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
-    """Find C.ROWS rows of a compressed weight, and their patches: elements without exponent codes.
+    """Find C.ROWS rows of a compressed weight, and their patches (elements whose exponents have no
+    4-bit code).
 
-    The rows start at `first_row`. The exponent of a patch has no 4-bit code. The patch's position
-    and value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The
-    first three results describe the position of the rows: the first chunk, the number of chunks,
-    and the position in the first chunk. The last two results are the range of these chunks' patches
-    in the lists.
+    The first of the rows is `first_row`. Each patch's position and value are in the lists of
+    patches. A chunk is 8192 consecutive elements of the weight. The first three results describe
+    the position of the rows: the first chunk, the number of chunks, and the position in the first
+    chunk. The last two results are the range of these chunks' patches in the lists.
     """
     first = gl.cast(first_row, gl.int64) * row_length
     last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length

@@ -233,8 +233,8 @@ def load_norm(norms_ptr, group, is_in, PAIR: tl.constexpr, HALF: tl.constexpr, B
 
 @triton.jit
 def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.constexpr):
-    """Return 32-bit words that each contain the same bf16 number twice: a power of two times a
-    group's normaliser (scale).
+    """Return 32-bit words, each with two copies of a bf16 number: a power of two times a group's
+    normaliser (scale).
 
     The shape is (groups, 32) if BLOCK is 32, otherwise (groups, 1).
     """
@@ -248,12 +248,12 @@ def pair_scale(norms_ptr, group, power, lane, PAIR: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def first_patches(patches, PATCHES: tl.constexpr):
-    """Load the positions and values of the first PATCHES patches of a range before their use.
+    """Load the positions and values of the first PATCHES patches (elements of a weight whose
+    exponents have no code) of a range.
 
-    A patch is an element of a weight whose exponent has no code. A patch's position is its index in
-    its chunk of 8192 elements. If a kernel calls this function early, `store_patches` does not wait
-    for memory when it stores the patches. If the range has fewer than PATCHES patches, the results
-    are filled up with the position -1 and the value 0.
+    A patch's position is its index in its chunk of 8192 elements. If a kernel calls this function
+    early, `store_patches` does not wait for memory when it stores the patches. If the range has
+    fewer than PATCHES patches, the results are filled up with the position -1 and the value 0.
     """
     begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)

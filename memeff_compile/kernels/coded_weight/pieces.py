@@ -243,11 +243,12 @@ def list_patches(
     found: Tensor,  # the result of `move`
     refuge: Tensor,  # host memory of `sheltered_together` elements, for weights that do not fit
 ) -> Outcomes:
-    """Write the lists of patches of all weights that `move` updated, in one launch.
+    """Write the lists of patches (elements whose exponents have no 4-bit code) of all weights that
+    `move` updated, in one launch.
 
-    Patches are elements of a weight whose exponents have no 4-bit code. The lists contain the
-    patches' positions and values. If the codes of a weight do not fit into its allocation, the
-    weight's value is in the spill buffer (`refuge`). The allocation is then invalid.
+    The lists contain the patches' positions and values. If the patches of a weight do not fit into
+    its allocation, the weight's value is in the spill buffer (`refuge`). The allocation is then
+    invalid.
     """
     plan = _planned(pieces, weights)
     with on_device(pieces[0]):

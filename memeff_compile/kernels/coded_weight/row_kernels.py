@@ -35,13 +35,13 @@ CHUNK: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def chunks_of(weight, first_row, rows, row_length):
-    """Find `rows` rows of a compressed weight, and their patches: elements without exponent codes.
+    """Find `rows` rows of a compressed weight, and their patches (elements whose exponents have no
+    4-bit code).
 
-    The rows start at `first_row`. The exponent of a patch has no 4-bit code. The patch's position
-    and value are in the lists of patches. A chunk is 8192 consecutive elements of the weight. The
-    first three results describe the position of the rows: the first chunk, the number of chunks,
-    and the position in the first chunk. The last two results are the range of these chunks' patches
-    in the lists.
+    The first of the rows is `first_row`. Each patch's position and value are in the lists of
+    patches. A chunk is 8192 consecutive elements of the weight. The first three results describe
+    the position of the rows: the first chunk, the number of chunks, and the position in the first
+    chunk. The last two results are the range of these chunks' patches in the lists.
     """
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, weight.rows).to(tl.int64) * row_length
@@ -118,10 +118,11 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.co
 
 @triton.jit
 def _add_patches(total, loaded, x_ptr, starts_ptr, row_length, found, ROWS, CHUNKS):
-    """Add the products of x (the token) with some patches to `total`, the outputs of some rows.
+    """Add the products of x (the token) and patches (elements of the weight whose exponents have no
+    4-bit code) to `total`, the outputs of some rows.
 
-    A patch is an element of the weight whose exponent has no 4-bit code. Each patch is multiplied
-    by the number of x in the same column. The product is added to the output of the patch's row.
+    Each patch is multiplied by the number of x in the same column. The product is added to the
+    output of the patch's row.
     """
     chunk, chunks, inside, _, _ = found
     each, place, patched = loaded

@@ -133,15 +133,15 @@ class Widths(NamedTuple):
 def library_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the widths of two buffers, a strip and a block, so that both fit in the workspace.
+    """Choose the widths of two buffers: a strip of fp32 logits and a block of logit gradients.
 
-    For a range of classes, a strip contains fp32 products of hidden states and weight. A block
-    contains the gradients of such products. A width is a number of classes. With a workspace of 0,
-    the function chooses the memory limit itself.
+    A width is a number of classes. The two buffers fit in `workspace` bytes, unless these
+    bytes are too few for 64 classes. With a workspace of 0, the function chooses the memory limit
+    itself.
 
     - 16-bit inputs need two buffers. The strip (4 bytes per element) gets half of the workspace.
       The block has the input dtype (2 bytes per element).
-    - For fp32 inputs, the gradient overwrites the product, so strip and block are one buffer.
+    - For fp32 inputs, the gradients overwrite the logits, so strip and block are one buffer.
 
     The chosen block may be narrower than the widest block that fits, but it has at least half of
     that width. The block gets the width with the least predicted time. Few multiprocessors are then

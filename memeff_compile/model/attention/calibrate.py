@@ -61,11 +61,12 @@ _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 
 class Calibration(VerbReport, dict[str, Any]):
-    """The result of `calibrate_attention`: a dictionary with a low-bit level per attention module.
+    """The result of `calibrate_attention`: a dictionary with a low-bit format, such as `8b`, or
+    `exact` for each attention module.
 
-    A level is a low-bit format, such as `8b`, or `exact`. A score measures the similarity of a
-    level's result to the exact result, and 1 is best. Pass the dictionary as the option
-    `memeff.attention`, or store it as JSON. Its keys:
+    A level is such a format or `exact`. A score measures the similarity of a level's result to the
+    exact result, and 1 is best. Pass the dictionary as the option `memeff.attention`, or store it
+    as JSON. Its keys:
 
     - `levels` maps each attention module to a level, or to a list with a level per call;
     - `scores` contains statistics per attention, level and call: the mean and standard deviation

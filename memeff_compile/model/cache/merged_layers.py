@@ -60,7 +60,7 @@ class Pair:
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Yield the tensors that two merged layers share, once these tensors are allocated.
+        """Yield the tensors that two layers with merged keys and values share, once allocated.
 
         The tensors contain the layers' common directions (unit vectors) of keys and values. With
         `MiniCache(align="heads")`, the result includes the maps, tensors that make the two layers'
@@ -71,7 +71,8 @@ class Pair:
                 yield (self, name), getattr(self, name)
 
     def shared(self) -> list[Tensor]:
-        """Return the tensors that two merged layers share, such as directions (unit vectors).
+        """Return the tensors, such as directions (unit vectors), that two layers with merged keys
+        and values share.
 
         The order is that of the arguments of the op that appends tokens to the cache. For each
         merged token and head, the tensors contain one direction of both layers' keys, and one of
@@ -97,11 +98,12 @@ class Pair:
         self.angles = None if found is None else found.to(device)
 
     def torn(self) -> str:
-        """Return the error message for a forward pass that ended between two merged layers.
+        """Return the error message for a forward pass that ended between two layers with merged
+        keys or values.
 
-        Merged layers share directions (unit vectors) of keys or values, so the two layers must have
-        the same tokens. After an interrupted pass, the lower (earlier) layer has tokens that the
-        upper one never got.
+        The two layers share directions (unit vectors) of keys or values, so the two layers must
+        have the same tokens. After an interrupted pass, the lower (earlier) layer has tokens that
+        the upper one never got.
         """
         lower, upper = self.numbers
         return (

@@ -169,7 +169,7 @@ class MiniCache:
             )
 
     def position(self) -> float:
-        """Return the setting `t`: the merged direction's position between two layers' directions.
+        """Return `t`: where a merged key or value direction lies between two layers' directions.
 
         Two merged layers share one direction (unit vector) of a token's keys, and one of its
         values. If `t` is 0, the shared direction is the lower layer's own direction. If `t` is 1,

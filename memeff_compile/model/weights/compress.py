@@ -144,10 +144,13 @@ class CompressionReport(VerbReport):
         return _bits(self.compressed)
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return, as JSON, the result of `compress_` for each weight, and notes on its `skip`.
+        """Return, as JSON, the result of `compress_` for each weight, and notes on its argument
+        `skip`.
 
         A weight's result has the codec (compressed format), or the reason why the weight is
-        unchanged. `skip` is an argument of `compress_`: names of modules that stay dense.
+        unchanged. `skip` contains names of modules that stay dense. Some notes report names that
+        match no module. Other notes report output projections that were compressed because your
+        `skip` replaced the default.
         """
         weights = [asdict(each) for each in self.weights]
         return json.dumps({"weights": weights, "notes": self.notes}, indent=indent)

@@ -59,9 +59,8 @@ class Operand:
 
     @property
     def sizes(self) -> list[Any]:
-        """Return the sizes in all list arguments of this operand's views.
-
-        Such a list is, for example, a target shape."""
+        """Return all numbers in list arguments, such as target shapes, of this operand's view
+        operations."""
         lists = [each for _, args in self.steps for each in args if isinstance(each, list)]
         return [size for each in lists for size in each]
 

@@ -162,10 +162,9 @@ class Step:
 
     @property
     def effect(self) -> tuple[Any, ...]:
-        """Return a key: steps with equal keys reorder, select or regroup the logits' rows (tokens)
-        in the same way.
+        """Return a key for how this node reorders, selects or regroups the logits' rows (tokens).
 
-        A step is a node after the output projection."""
+        Two nodes with equal keys change the rows in the same way."""
         return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
 
 
@@ -187,11 +186,13 @@ class Chain:
 
     @property
     def row_key(self) -> tuple[Any, ...]:
-        """Return a key for the rows of this chain (an output projection and the nodes after it).
+        """Return a key of the nodes that reorder, select or regroup the rows (tokens) of this
+        chain's logits.
 
-        If two chains of one output projection have equal keys, their logits have the same rows
-        (tokens) in the same order. The key contains one entry per step (node) that reorders,
-        selects or regroups rows. The key omits reshapes after the last selection or reordering.
+        A chain is an output projection and the nodes after it. If two chains of one output
+        projection have equal keys, their logits have the same rows in the same order. The key
+        contains one entry per node that reorders, selects or regroups rows. The key omits reshapes
+        after the last selection or reordering.
         """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)

@@ -41,11 +41,12 @@ _PRODUCTS = frozenset(_NAMES.split())
 def unfused_heads(
     info: GraphInfo, reader: HeadReader, judged: Collection[Node]
 ) -> Iterable[Decline]:
-    """Yield a Decline for each trained output projection whose loss was not fused.
+    """Yield a Decline (the reason for no rewrite) for each trained output projection whose loss was
+    not fused.
 
-    A Decline is the reason for no rewrite, which the compilation report shows. The projection must
-    have at least 8,192 classes. `judged` contains the projections and nodes for which a pass has
-    already reported a change or a decline. These projections are skipped.
+    The compilation report shows each Decline. The projection must have at least 8,192 classes.
+    `judged` contains the projections and nodes for which a pass has already reported a change or a
+    decline. These projections are skipped.
     """
     if not info.needs_grad:
         return
