@@ -3,10 +3,9 @@
 
 Deferred logits are computed when they are first read. `defer` creates them from hidden states and
 an output projection, and `attach` from the outputs of a compiled graph. `accept` passes their
-values to compiled code. The autograd function `_Defer` returns the logits. The backward pass of
-`_Defer` takes the gradient of the logits. From it, the pass computes the gradients of the hidden
-states and of the output projection. So, for autograd, deferred logits are an ordinary non-leaf
-tensor.
+values to compiled code. For autograd, deferred logits are an ordinary non-leaf tensor: the result
+of the autograd function `_Defer`. The backward pass of `_Defer` takes the gradient of the logits.
+From it, the pass computes the gradients of the hidden states and of the output projection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure, on the user's inputs, which attention calls of a model may run in low bits.
 
-During the measurement, the model runs with its usual attention. Each attention call is also
-computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values. A
+During the measurement, the model computes its attention calls exactly. Besides, each attention call
+is computed at every level (a low-bit format, such as `8b`), on the same queries, keys and values. A
 score measures the similarity of the result to the exact result. The model continues with the exact
 result, so an error in one layer does not reach the next layer. As in SageAttention2, a level is
 chosen per layer and, for diffusion models, per time step. A level is acceptable if its worst score
