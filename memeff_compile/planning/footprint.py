@@ -310,8 +310,9 @@ class _Replay:
         """Yield the bytes of tensors that exist at a moment of a step of the whole model.
 
         Only some blocks (layers) of the model are captured (traced). A captured block that is
-        neither first nor last in its list may represent several blocks of its kind. For a moment in
-        such a block, yield the bytes for the first and for the last of the represented blocks.
+        neither first nor last in the model's list of blocks may represent several blocks of its
+        kind. For a moment in such a block, yield the bytes for the first and for the last of the
+        represented blocks.
         """
         phase, block, is_outside = place
         if block is None:

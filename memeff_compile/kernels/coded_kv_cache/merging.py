@@ -137,7 +137,7 @@ def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
     """Return the factors that turn vectors shared by two layers back into one layer's keys or
     values.
 
-    A row, of `x`, is the key or value of one token and head in one layer. The shared vector
+    A row of `x` is the key or value of one token and head in one layer. The shared vector
     `decoded`, (..., D), is a direction of about length one, decoded from codes. The restored row is
     the factor times this vector.
 

@@ -1,8 +1,9 @@
 """Measure how a lossy KV cache changes a model's predictions, on the user's inputs.
 
-The model runs twice on each input: with an exact cache, and with a `KVCache` that holds all tokens
-but the last few. In each run, the model predicts each of these last tokens from the tokens before
-it. No tokens are generated. The report compares the probabilities of the next token in the two
+The model runs twice on each input: with an exact cache, and with a lossy `KVCache`. In the second
+run, the model first fills the `KVCache` with all tokens but the last few. The last few tokens then
+attend to the contents of the cache. In each run, the model predicts each of these last tokens from
+the tokens before it. No tokens are generated. The report compares the probabilities of the next token in the two
 runs. For each pair of adjacent layers, the report also compares the keys of the two layers, and
 their values. The similarity of two layers shows whether a cache can merge these layers without much
 error.

@@ -107,9 +107,9 @@ class MiniCache:
         scale: the length that a merged vector gets. `norm` restores the vector's original length.
             `projection` uses the length at which the merged vector is closest to the original
             vector.
-        values_only: merge only values. Each layer then stores low-bit codes of its own keys. With
-            `values_only`, only the values of the first tokens and of the latest tokens stay
-            unmerged. `gamma`, `retained` and `reading` then have no effect.
+        values_only: merge only values. Each layer then stores low-bit codes of its own keys. The
+            values of all tokens are merged, except those of the first tokens and of the latest
+            tokens. `gamma`, `retained` and `reading` then have no effect.
         fidelity: the result of `fidelity_report` for the model. Without a fidelity report, creating
             a cache with merged layers shows a warning. Without a fidelity report, merging the keys
             of two layers that are not adjacent raises an error.
