@@ -3,10 +3,10 @@
 The model runs twice on each input: with an exact cache, and with a lossy `KVCache`. In the second
 run, the model first fills the `KVCache` with all tokens but the last few. The last few tokens then
 attend to the contents of the cache. In each run, the model predicts each of these last tokens from
-the tokens before it. No tokens are generated. The report compares the probabilities of the next token in the two
-runs. For each pair of adjacent layers, the report also compares the keys of the two layers, and
-their values. The similarity of two layers shows whether a cache can merge these layers without much
-error.
+the tokens before it. No tokens are generated. The report compares the probabilities of the next
+token in the two runs. For each pair of adjacent layers, the report also compares the keys of the
+two layers, and their values. The similarity of two layers shows whether a cache can merge these
+layers without much error.
 
 The method `plot` of a report draws the report's data in the form of figure 1a of MiniCache (arXiv
 2405.14366).
