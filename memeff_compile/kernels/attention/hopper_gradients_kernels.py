@@ -11,9 +11,9 @@ first, so that all programs get about the same work.
 
 As in `hopper_kernels`, a program skips pairs of tiles in which no key is visible. A program checks
 the masking conditions only in pairs in which some keys are hidden. If a call has sequence ids or a
-mask of keys, `ranges.find` makes a table for each of the two kernels. One table has the first and
-the last key that each query sees. The other table has the first and the last query that sees each
-key.
+mask of keys, each of the two kernels has a table, which `ranges.find` makes. One table has the
+first and the last key that each query sees. The other table has the first and the last query that
+sees each key.
 """
 
 from __future__ import annotations

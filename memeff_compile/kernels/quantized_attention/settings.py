@@ -127,8 +127,9 @@ class Settings:
     def widest(self) -> int:
         """Return the largest magnitude of a number, divided by its scale, before it is rounded.
 
-        The scale is chosen so that no number exceeds this magnitude. If all codes are odd, the
-        magnitude is 16, half a step more than the largest code. Otherwise it is the largest code.
+        The scale is chosen so that no number exceeds this magnitude. If the codes are the odd
+        integers from -15 to 15, the magnitude is 16: half of the step (2) more than the largest
+        code. Otherwise the magnitude is the largest code.
         """
         return self.limit + self.is_odd
 
