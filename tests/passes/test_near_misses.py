@@ -1318,6 +1318,21 @@ def test_clamped_log_probs_of_forbidden_classes_equal_eager(is_entropy: bool) ->
     assert compare_with_eager(function, *head_inputs()).fired == is_entropy
 
 
+@pytest.mark.parametrize("spreads", [False, True])
+def test_only_steps_on_single_elements_may_follow_the_gather(spreads: bool) -> None:
+    """A softmax after the clamp reads all classes, so it cannot be applied to one number."""
+
+    def function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        changed = logits_of(h, w).log_softmax(-1).clamp(min=-3.0)
+        changed = changed.softmax(-1) if spreads else changed * 2
+        return -changed.gather(-1, y.clamp(min=0)[..., None]).mean()
+
+    outcome = compare_with_eager(function, *head_inputs())
+    (record,) = [r for r in outcome.report.records if r.code == "unknown_step"]
+    assert record.sentence.startswith("`clamp` changes log-probabilities before `gather`")
+    assert bool(record.hint) is not spreads
+
+
 def test_hooks_on_logits_are_kept() -> None:
     def function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
         logits = logits_of(h, w)

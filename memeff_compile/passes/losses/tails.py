@@ -402,11 +402,10 @@ class TailReader:
             if node_name(source) == "log_softmax":
                 said = f"`{node_name(node)}` reads a log_softmax over another dimension than the "
                 yield Decline("unknown_step", f"{said}classes", node=node)
-            elif (step := self._step_after_log_probs(source)) is not None:
-                said = f"`{node_name(step)}` changes log-probabilities before `{node_name(node)}`"
-                call = read_one(step)
-                is_each = call is not None and torch.Tag.pointwise in call.op.tags
-                yield Decline("unknown_step", said, _AFTER if is_each else "", node)
+            elif steps := self._steps_after_log_probs(source):
+                said = f"`{node_name(steps[0])}` changes log-probabilities before "
+                hint = _AFTER if all(map(_is_pointwise, steps)) else ""
+                yield Decline("unknown_step", f"{said}`{node_name(node)}`", hint, node)
             return
         value, index_value = self.info.value(source), self.info.value(index)
         shape = index_value.shape if picked.from_end else index_value.shape[:-1]
@@ -424,23 +423,26 @@ class TailReader:
             through = (*through, *picked.opened, *signs)
             yield Tail(node, kind, chain, through=through, factor=float(sign), **picked.how)
 
-    def _step_after_log_probs(self, node: Node) -> Node | None:
-        """Return the first unknown operation between log-probabilities and `node`, which has the
-        shape of the log-probabilities.
+    def _steps_after_log_probs(self, node: Node) -> list[Node]:
+        """Return the operations between log-probabilities and `node`, which has the shape of the
+        log-probabilities; the last operation is `node`.
 
-        For example, return the clamp of `log_softmax(x, -1).clamp(min=-100)`."""
-        for _ in range(_MAX_STEPS):
+        For example, return the clamp of `log_softmax(x, -1).clamp(min=-100)`. If no such
+        log-probabilities are found, return an empty list."""
+        steps = list[Node]()
+        while len(steps) < _MAX_STEPS and node.op in ("call_function", "call_method"):
             value = self.info.tensor(node)
-            if value is None or node.op not in ("call_function", "call_method"):
-                return None
             operands = [(each, self.info.tensor(each)) for each in node.all_input_nodes]
+            if value is None:
+                break
+            steps.insert(0, node)
             alike = [n for n, v in operands if v is not None and same_shape(v.shape, value.shape)]
             if any(isinstance(self.softmax.signed_log_probs(each), Soft) for each in alike):
-                return node
+                return steps
             if len(alike) != 1:
-                return None
+                break
             node = alike[0]
-        return None
+        return []
 
     def _difference(self, node: Node, a: Any) -> Iterable[Tail]:
         """Recognize `log(exp(x).sum(-1)) - x[target]`, in either order, where x is the logits
@@ -763,6 +765,15 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
         return index, ()
     joined: Any = broadcast.args[0]
     return source, (joined, broadcast, index)
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Return whether a node computes each element from the operands' elements at the same place,
+    without random numbers."""
+    call = read_one(node)
+    if call is None or compat.is_drawn(call.op):
+        return False
+    return torch.Tag.pointwise in call.op.tags
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
